@@ -1,0 +1,114 @@
+"""What an attention backend is: the one contract of all of them.
+
+A layer hands its projected ``qkv`` to the backend, and the backend does the rest up to the output projection:
+
+    qkv ──> split ──> q/k norm ──> rope ──> store K, V at batch.slots ──> attend over cached + new ──> (T, Hq * D)
+            └────────────── forward_qkv ──────────────────────────────┘
+                                            └──────────────── forward ────────────────────┘
+
+A backend must implement ``prepare`` and ``forward``. One that has a kernel for everything before it overrides
+``forward_qkv`` as well, and then nothing of the plain path runs.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from ..engine.forward_batch import ForwardBatch
+    from ..engine.kv_pool import KVPool
+    from ..layers.ops import Ops
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionSpec:
+    """One attention layer of this rank. It never changes after the model is built.
+
+    ``num_heads`` is a multiple of ``num_kv_heads``; query head h reads KV head ``h // (num_heads // num_kv_heads)``.
+    With ``sliding_window`` W a token at position p sees positions ``p - W + 1 .. p``, without it ``0 .. p``.
+
+    ``cos_sin`` (max positions, rotary_dim) float32 holds, for each position, cos of every angle and then sin of every
+    angle. It rotates the first ``rotary_dim`` elements of each head, pairing element i with ``i + rotary_dim // 2``.
+    ``q_norm`` and ``k_norm`` (head_dim), if any, weight an RMS norm over each head with ``norm_eps``, before rope.
+    """
+
+    layer: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    cos_sin: torch.Tensor
+    sliding_window: int | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    norm_eps: float = 0.0
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.cos_sin.shape[1]
+
+
+@dataclass(frozen=True, slots=True)
+class BackendConfig:
+    """What a backend is made for. Head counts are those of this rank."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    max_running_req: int
+    max_seq_len: int
+    token_budget: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class AttentionBackend(ABC):
+    """Paged causal attention over one :class:`KVPool`."""
+
+    def __init__(self, config: BackendConfig, ops: Ops) -> None:
+        self.config = config
+        self.ops = ops
+
+    @abstractmethod
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Plans a step, once for all layers, before its first layer runs. What it finds goes into ``batch.plan``.
+
+        It runs outside of any CUDA graph, the replay of a captured step included: there it may fill buffers that the
+        captured kernels read, at the addresses they had when ``prepare`` ran before the capture.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        spec: AttentionSpec,
+        kv: KVPool,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Stores the new K and V in the pool, then attends over all tokens of each request up to each query.
+
+        ``q`` is (T, num_heads, head_dim), ``k`` and ``v`` (T, num_kv_heads, head_dim), after norm and rope; they may be
+        strided views with a contiguous last dimension. Returns (T, num_heads * head_dim) in the dtype of ``q``. No
+        host synchronisation.
+        """
+
+    def forward_qkv(self, qkv: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
+        """The whole of attention from ``qkv`` (T, (num_heads + 2 * num_kv_heads) * head_dim): heads of q, of k, of v.
+
+        ``qkv`` may be overwritten. This plain path applies norm and rope op by op; override it to fuse them.
+        """
+        heads = qkv.view(qkv.shape[0], -1, spec.head_dim)
+        q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if spec.q_norm is not None and spec.k_norm is not None:
+            q = self.ops.rms_norm(q, spec.q_norm, spec.norm_eps)
+            k = self.ops.rms_norm(k, spec.k_norm, spec.norm_eps)
+        q = self.ops.rope(q, batch.positions, spec.cos_sin)
+        k = self.ops.rope(k, batch.positions, spec.cos_sin)
+        return self.forward(q, k, v, spec, kv, batch)

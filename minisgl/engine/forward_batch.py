@@ -1,0 +1,126 @@
+"""One step as the data plane sees it: the tensors that every layer and kernel of a forward pass reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..core import Batch, Int32
+
+
+@dataclass(slots=True)
+class HostPlan:
+    """What a backend may look at while it plans a step, without asking the device. All of it is known to the host.
+
+    ``cached`` and ``new`` are int32 arrays (B). ``num_single`` requests, the leading ones, have exactly one new token.
+    """
+
+    cached: Int32
+    new: Int32
+    num_single: int
+    max_new: int
+    max_seq_len: int
+
+    @classmethod
+    def of(cls, cached: Int32, new: Int32) -> HostPlan:
+        if not len(new):
+            return cls(cached, new, 0, 0, 0)
+        return cls(cached, new, int(np.count_nonzero(new == 1)), int(new.max()), int((cached + new).max()))
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """A step of B requests and T new tokens. It is handed down as an argument; there is no global context.
+
+        request            0   1   2               requests with one new token come first
+        cached             7  31   0
+        seq_lens           8  32   4               cached + new
+        cu_new          0   1   2       6          new tokens of request i: cu_new[i] .. cu_new[i + 1]
+        input_ids          a   b   c d e f         flat (T)
+        positions          7  31   0 1 2 3         of each token in its request (T)
+        slots              .   .   . . . .         where each token's K and V go in the pool (T)
+
+    The slot of a token is ``page_table[row, position // page_size] * page_size + position % page_size``. Lengths, ids,
+    positions and tables are int32, ``slots`` and ``logit_index`` int64 (they index). All tensors are on the
+    device. ``page_table`` is the engine's whole table, (max_running_req + 1, max_pages_per_req): request i owns row
+    ``rows[i]``. Entries past the end of a request are stale and must not be followed.
+
+    ``logit_index`` (S) names the tokens whose hidden state is wanted, ascending; None means all T of them in order.
+
+    With ``graph`` set the step is captured into, or replayed from, a CUDA graph: every request has one new token, the
+    tensors have fixed addresses, and what a backend launches may depend on B but on no length. ``plan`` is the
+    backend's own note from ``prepare`` to ``forward``.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    rows: torch.Tensor
+    cached: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_new: torch.Tensor
+    page_table: torch.Tensor
+    page_size: int
+    host: HostPlan
+    logit_index: torch.Tensor | None = None
+    graph: bool = False
+    plan: Any = None
+
+    @property
+    def size(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]
+
+    @classmethod
+    def from_batch(cls, batch: Batch, page_table: torch.Tensor, page_size: int) -> ForwardBatch:
+        """The tensors of ``batch`` on the device of ``page_table``, whose updates must have been applied already.
+
+        Everything that the host knows travels in one copy; slots are computed where the table is. ``input_ids`` may
+        still hold ``PENDING``: the engine fills those in.
+        """
+        host = HostPlan.of(batch.cached, batch.new)
+        size, tokens = batch.size, batch.num_tokens
+        cu_new = np.zeros(size + 1, np.int32)
+        np.cumsum(batch.new, out=cu_new[1:])
+        token_rows = np.repeat(batch.rows, batch.new)
+        positions = np.arange(tokens, dtype=np.int32) + np.repeat(batch.cached - cu_new[:-1], batch.new)
+        last = cu_new[1:][batch.sampling.index] - 1
+        parts = (
+            batch.rows,
+            batch.cached,
+            batch.cached + batch.new,
+            cu_new,
+            batch.input_ids,
+            positions,
+            token_rows,
+            last,
+        )
+        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).to(page_table.device, non_blocking=True)
+        rows, cached, seq_lens, cu, input_ids, pos, token_row, logit_index = packed.split([len(p) for p in parts])
+        return cls(
+            input_ids=input_ids,
+            positions=pos,
+            slots=token_slots(page_table, token_row, pos, page_size),
+            rows=rows,
+            cached=cached,
+            seq_lens=seq_lens,
+            cu_new=cu,
+            page_table=page_table,
+            page_size=page_size,
+            host=host,
+            logit_index=None if len(last) == tokens else logit_index.long(),
+        )
+
+
+def token_slots(
+    page_table: torch.Tensor, token_rows: torch.Tensor, positions: torch.Tensor, page_size: int
+) -> torch.Tensor:
+    """Slots (T) int64 of tokens, given the table row (T) and the position (T) of each."""
+    pages = page_table[token_rows, positions // page_size].long()
+    return pages * page_size + positions % page_size
