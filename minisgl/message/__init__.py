@@ -1,5 +1,6 @@
 """The typed messages between the processes, and how they travel."""
 
+from .addresses import Addresses
 from .messages import (
     AbortBackendMsg,
     AbortMsg,
@@ -27,6 +28,7 @@ from .socket import Poller, Pull, Push
 __all__ = [
     "AbortBackendMsg",
     "AbortMsg",
+    "Addresses",
     "BackendMsg",
     "ChatPrompt",
     "DetokenizeBatch",
