@@ -1,6 +1,5 @@
 """The typed messages between the processes, and how they travel."""
 
-from .addresses import Addresses
 from .messages import (
     AbortBackendMsg,
     AbortMsg,
@@ -28,7 +27,6 @@ from .socket import Poller, Pull, Push
 __all__ = [
     "AbortBackendMsg",
     "AbortMsg",
-    "Addresses",
     "BackendMsg",
     "ChatPrompt",
     "DetokenizeBatch",

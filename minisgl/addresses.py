@@ -1,4 +1,7 @@
-"""Where the processes of one instance meet: the ipc addresses in its private run directory."""
+"""Where the processes of one instance meet: the ipc addresses in its private run directory.
+
+Alone in a file because the launcher needs it and imports neither zmq nor numpy.
+"""
 
 from __future__ import annotations
 
