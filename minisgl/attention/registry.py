@@ -1,14 +1,16 @@
-"""Attention backends by name. A backend's module is imported when it is made, not before."""
+"""Attention backends by name. A backend's module is imported when it is made, not before.
+
+Torch-free as long as none is made: the command line checks --attn against these names.
+"""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from .base import AttentionBackend, BackendConfig
-
 if TYPE_CHECKING:
     from ..layers.ops import Ops
+    from .base import AttentionBackend, BackendConfig
 
 BACKENDS = {
     "torch": ("torch_reference", "TorchAttention"),
