@@ -1,0 +1,174 @@
+"""The launcher's hold on its worker processes: start them, hear from them, notice their death, end them.
+
+Nothing polls: one wait covers the lifelines, the processes' sentinels and the signals.
+
+    lifelines ──┐
+    sentinels ──┼──> connection.wait() ──> Reported | Died | Signalled
+    signals   ──┘
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, resource_tracker
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any
+
+from .process import GO, HELD_SIGNALS, Failed, Progress, Ready, run_worker
+
+
+@dataclass(eq=False, slots=True)
+class Worker:
+    """One process. ``link`` is the launcher's end of its lifeline, None once the worker has closed the other end."""
+
+    name: str
+    process: SpawnProcess
+    link: Connection | None
+
+    @property
+    def exit(self) -> str:
+        """How it ended, in words."""
+        code = self.process.exitcode
+        if code is not None and code < 0:
+            with contextlib.suppress(ValueError):
+                return f"killed by {signal.Signals(-code).name}"
+        return f"exit code {code}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    worker: Worker
+    report: Progress | Ready | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    worker: Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Signalled:
+    """SIGINT, SIGTERM or SIGHUP has reached the launcher."""
+
+    signum: int
+
+
+Event = Reported | Died | Signalled
+
+
+class Supervisor:
+    """Starts workers and waits for what happens. To be used from the main thread: the parent-death signal of a worker
+    is tied to the thread that started it, and only the main thread may set signal handlers.
+    """
+
+    def __init__(self, log_level: str) -> None:
+        self._log_level = log_level
+        self._context = multiprocessing.get_context("spawn")
+        self._signal_read, self._signal_write = os.pipe()
+        os.set_blocking(self._signal_write, False)
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in HELD_SIGNALS}
+        # Before the first worker and outside of our signal mask, which starting the tracker would undo.
+        resource_tracker.ensure_running()
+        self.workers: list[Worker] = []
+
+    def start(self, name: str, entry: Callable[..., None], *args: Any) -> Worker:
+        """Runs ``entry(*args, reporter)`` in a process of its own."""
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(
+            target=run_worker,
+            args=(entry, args, name, theirs, os.getpid(), self._log_level),
+            name=f"minisgl {name}",
+            daemon=True,
+        )
+        with _signals_held():
+            process.start()
+        theirs.close()  # the worker's end is the worker's alone, so that its death closes the pipe
+        worker = Worker(name, process, ours)
+        self.workers.append(worker)
+        return worker
+
+    def go(self) -> None:
+        """Tells every worker that all are ready."""
+        for worker in self.workers:
+            if worker.link is not None:
+                with contextlib.suppress(OSError):
+                    worker.link.send(GO)
+
+    def wait(self, timeout: float | None = None) -> list[Event]:
+        """Blocks until something happens; empty when the time is up. A death comes after the worker's last report."""
+        sources: list[Any] = [self._signal_read]
+        sources += [w.link for w in self.workers if w.link is not None]
+        sources += [w.process.sentinel for w in self.workers]
+        ready = set(connection.wait(sources, timeout))
+        events: list[Event] = []
+        if self._signal_read in ready:
+            events += map(Signalled, os.read(self._signal_read, 64))
+        for worker in list(self.workers):
+            dead = worker.process.sentinel in ready
+            if dead or worker.link in ready:
+                events += [Reported(worker, report) for report in self._reports(worker)]
+            if dead:
+                worker.process.join()
+                self.workers.remove(worker)
+                events.append(Died(worker))
+        return events
+
+    def stop(self, groups: Sequence[tuple[Sequence[Worker], float]]) -> None:
+        """Ends all workers: SIGTERM to one group after the other, each with so many seconds to end, then SIGKILL to all
+        that are left. Another signal to the launcher cuts the waiting short.
+        """
+        hurry = False
+        for group, seconds in groups:
+            for worker in group:
+                worker.process.terminate()
+            deadline = time.monotonic() + seconds
+            while not hurry and any(w in self.workers for w in group):
+                left = deadline - time.monotonic()
+                events = self.wait(max(left, 0))
+                hurry = any(isinstance(e, Signalled) for e in events)
+                if not events:
+                    break
+        for worker in self.workers:
+            worker.process.kill()
+        for worker in self.workers:
+            worker.process.join()
+        self.workers.clear()
+
+    def close(self) -> None:
+        """Gives the signals back. All workers have been stopped."""
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        os.close(self._signal_read)
+        os.close(self._signal_write)
+
+    def _on_signal(self, signum: int, _frame: object) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._signal_write, bytes([signum]))
+
+    def _reports(self, worker: Worker) -> list[Progress | Ready | Failed]:
+        reports = []
+        while worker.link is not None:
+            try:
+                if not worker.link.poll():
+                    break
+                reports.append(worker.link.recv())
+            except (EOFError, OSError):
+                worker.link.close()
+                worker.link = None
+        return reports
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
