@@ -1,0 +1,8 @@
+"""Host side of the KV cache: which page holds what. Nothing here touches a device."""
+
+from .allocator import PageAllocator
+from .base import Handle, Match, PrefixCache, make_cache
+from .naive import NaiveCache
+from .radix import RadixCache
+
+__all__ = ["Handle", "Match", "NaiveCache", "PageAllocator", "PrefixCache", "RadixCache", "make_cache"]

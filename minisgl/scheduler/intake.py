@@ -1,0 +1,67 @@
+"""Which requests can be served at all. The others are refused, each alone and at once."""
+
+from __future__ import annotations
+
+from minisgl.core import EngineInfo, Int32, SamplingParams
+from minisgl.message import ErrorInfo
+
+
+def _refuse(message: str, code: str | None = None, param: str | None = None) -> ErrorInfo:
+    return ErrorInfo(message=message, status=400, type="invalid_request_error", code=code, param=param)
+
+
+def length_limit(tokens: Int32, params: SamplingParams, info: EngineInfo) -> int | ErrorInfo:
+    """The length, prompt included, at which a request with prompt ``tokens`` ends; or why it cannot be served.
+
+    The last token of an output is never computed, so the KV cache must hold all but one. A request that states no
+    ``max_tokens`` ends where the context or the whole KV cache ends; one that states it is served in full or not at all.
+    """
+    prompt, capacity = len(tokens), info.num_pages * info.page_size
+    if prompt == 0:
+        return _refuse("The prompt is empty; it must have at least one token.", param="prompt")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0 or high >= info.vocab_size:
+        wrong = low if low < 0 else high
+        return _refuse(f"Token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1}).", param="prompt")
+    if prompt + 1 > info.max_seq_len:
+        return _refuse(
+            f"The prompt has {prompt} tokens, but the context of this model is {info.max_seq_len} tokens and must "
+            "leave room for at least one of output; shorten the prompt.",
+            "context_length_exceeded",
+            "prompt",
+        )
+    pages = f"{info.num_pages} pages of {info.page_size} tokens"
+    if prompt > capacity:
+        return _refuse(
+            f"The prompt has {prompt} tokens, but the KV cache of this server holds {capacity} ({pages}); "
+            "shorten the prompt or start the server with more pages.",
+            "context_length_exceeded",
+            "prompt",
+        )
+    if params.max_tokens is None:
+        return min(info.max_seq_len, capacity + 1)
+    total = prompt + params.max_tokens
+    if total > info.max_seq_len:
+        return _refuse(
+            f"The context of this model is {info.max_seq_len} tokens, but the prompt has {prompt} and max_tokens is "
+            f"{params.max_tokens}: {total} in all; lower max_tokens or shorten the prompt.",
+            "context_length_exceeded",
+            "max_tokens",
+        )
+    if total - 1 > capacity:
+        return _refuse(
+            f"The KV cache of this server holds {capacity} tokens ({pages}), but the prompt has {prompt} and max_tokens "
+            f"is {params.max_tokens}: {total} in all; lower max_tokens or start the server with more pages.",
+            "context_length_exceeded",
+            "max_tokens",
+        )
+    return total
+
+
+def queue_full(max_queue: int) -> ErrorInfo:
+    return ErrorInfo(
+        message=f"The server is busy: {max_queue} requests are waiting already; try again later.",
+        status=503,
+        type="server_error",
+        code="queue_full",
+    )
