@@ -1,0 +1,1 @@
+"""Tensor parallelism: how the ranks of one model talk, and how its matrices are cut between them."""

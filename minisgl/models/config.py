@@ -6,8 +6,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from .gguf_config import gguf_config
+from .gguf_file import GGUFError
 from .registry import ARCHITECTURES
 from .rope_config import RopeConfig
 
@@ -18,7 +20,7 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class MoEConfig:
-    """Experts of a mixture: each token goes to ``top_k`` of ``num_experts``, each a gated MLP of ``intermediate_size``."""
+    """Each token goes to ``top_k`` of ``num_experts`` experts, which are gated MLPs of ``intermediate_size``."""
 
     num_experts: int
     top_k: int
@@ -64,9 +66,10 @@ class ModelConfig:
     def from_path(cls, path: Path) -> ModelConfig:
         """``path`` is a directory with a config.json, or a .gguf file. Raises :class:`ConfigError`."""
         if path.suffix == ".gguf":
-            from .gguf_config import gguf_config
-
-            return cls.from_dict(gguf_config(path), str(path))
+            try:
+                return cls.from_dict(gguf_config(path), str(path))
+            except GGUFError as error:
+                raise ConfigError(str(error)) from None
         return cls.from_dict(_read_directory(path), str(path / "config.json"))
 
     @classmethod
@@ -158,7 +161,7 @@ class _Reader:
             moe=self._moe(num_layers) if arch == "Qwen3MoeForCausalLM" else None,
         )
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, what: str) -> NoReturn:
         raise ConfigError(f"{self.where}: {what}.")
 
     def _positive(self, key: str, default: int | None = None) -> int:
@@ -169,7 +172,7 @@ class _Reader:
             self._fail(f"{key} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             self._fail(f"{key} must be a positive integer, not {value!r}")
-        return int(value)  # type: ignore[arg-type]
+        return value
 
     def _architecture(self) -> str:
         names = self.raw.get("architectures") or []

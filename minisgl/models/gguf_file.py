@@ -26,7 +26,7 @@ class GGUFError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """``shape`` is torch's (rows first), ``type`` the number of the GGML type, ``offset`` in bytes from the file's start."""
+    """``shape`` is torch's (rows first), ``type`` the number of a GGML type, ``offset`` in bytes from the start."""
 
     name: str
     shape: tuple[int, ...]

@@ -1,0 +1,79 @@
+"""The collectives over torch.distributed: gloo between CPU processes, NCCL between GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .communicator import Communicator, SingleCommunicator
+
+
+def make_communicator(
+    rank: int, world_size: int, device: torch.device, rendezvous: Path | None = None, *, timeout: float = 600
+) -> Communicator:
+    """The communicator of one rank. Blocks until all ranks are there, ``timeout`` seconds at most.
+
+    The ranks find each other through the file ``rendezvous``, which must not exist before and lies on their common host
+    (in the run directory of the server instance), so that no port has to be found free. A collective that waits longer
+    than ``timeout`` for a rank raises RuntimeError.
+    """
+    if world_size == 1:
+        return SingleCommunicator()
+    if rendezvous is None:
+        raise ValueError("Several ranks need a rendezvous file.")
+    return TorchCommunicator(rank, world_size, device, rendezvous, timeout)
+
+
+class TorchCommunicator(Communicator):
+    """A process belongs to one group at a time, since torch.distributed keeps its default group per process."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, rendezvous: Path, timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        if device.type == "cuda":
+            # NVLink multicast (NVLS) is not available to every container that sees the GPUs.
+            os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        else:
+            # All ranks are on this host: stay on the loopback, whatever the host's name resolves to.
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(rendezvous), world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device.type == "cpu" and self.world_size > 2:
+            # A ring adds each element in an order that depends on its place in the buffer, and so on the neighbours of
+            # a row. Two summands commute; more are added in rank order, to keep rows independent of their batch.
+            return torch.stack(self._gather(x)).sum(dim=0)
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._gather(x), dim=-1)
+
+    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
+        dist.all_gather_into_tensor(parts, x.contiguous())
+        return list(parts.unbind())
+
+    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+        dist.broadcast(x, source)
+        return x
+
+    def barrier(self) -> None:
+        dist.barrier()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()

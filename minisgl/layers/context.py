@@ -1,0 +1,28 @@
+"""What every layer of a model is built with. An argument of the constructors, so that nothing is global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..distributed.communicator import Communicator
+from .ops import Ops
+from .weight import Pack
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """``max_positions`` is the length of the rope table: no token has a position at or past it."""
+
+    dtype: torch.dtype
+    device: torch.device
+    comm: Communicator
+    ops: Ops
+    pack: Pack
+    moe_backend: str
+    max_positions: int
+
+    def empty(self, *shape: int) -> torch.nn.Parameter:
+        """Storage for a weight that is loaded later."""
+        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)

@@ -1,0 +1,76 @@
+"""The token embedding and the language model head, with the vocabulary cut between the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..distributed.sharding import Shard
+from .context import BuildContext
+from .loading import LoadedModule, Target
+from .weight import Weight
+
+
+class VocabParallel(LoadedModule, nn.Module):
+    """A matrix (vocab_size, hidden_size); each rank has equally many rows of it, the last ones padded with zeros."""
+
+    product: Weight
+
+    def __init__(self, vocab_size: int, hidden_size: int, context: BuildContext) -> None:
+        super().__init__()
+        self.comm = context.comm
+        self.pack = context.pack
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        rows = -(-vocab_size // self.comm.world_size)
+        start = min(self.comm.rank * rows, vocab_size)
+        self.shard = Shard(vocab_size, start, min(rows, vocab_size - start))
+        self.weight: nn.Parameter | None = context.empty(rows, hidden_size)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        assert self.weight is not None
+        yield f"{prefix}.weight", Target.of(self.weight[: self.shard.size], self.shard, Shard.whole(self.hidden_size))
+
+    def finalize(self) -> None:
+        assert self.weight is not None
+        self.weight[self.shard.size :].zero_()
+        self.product = self.pack(self.weight, None)
+        self.weight = None
+
+
+class Embedding(VocabParallel):
+    """Token ids (T) -> (T, hidden_size)."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.comm.world_size == 1:
+            return self.product.lookup(ids)
+        local = ids - self.shard.start
+        elsewhere = (local < 0) | (local >= self.shard.size)
+        rows = self.product.lookup(local.masked_fill(elsewhere, 0))
+        return self.comm.all_reduce(rows.masked_fill_(elsewhere.unsqueeze(1), 0))
+
+
+class Head(VocabParallel):
+    """Hidden states (S, hidden_size) -> logits (S, vocab_size), on every rank."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return gather_logits(self, hidden)
+
+
+class TiedHead(nn.Module):
+    """A head that multiplies with the embedding's own matrix."""
+
+    def __init__(self, embedding: Embedding) -> None:
+        super().__init__()
+        self._tied = [embedding]  # In a list, so that the embedding stays a child of its real parent alone.
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return gather_logits(self._tied[0], hidden)
+
+
+def gather_logits(matrix: VocabParallel, hidden: torch.Tensor) -> torch.Tensor:
+    """The product of ``hidden`` (S, hidden_size) with all rows of the vocabulary, those of other ranks included."""
+    local = matrix.product.matmul(hidden)
+    return matrix.comm.all_gather(local)[:, : matrix.vocab_size]

@@ -1,0 +1,77 @@
+"""A mixture of experts in place of the MLP: a router picks a few experts for each token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..distributed.sharding import Shard
+from ..models.config import MoEConfig
+from ..moe.base import Experts, experts_class
+from .context import BuildContext
+from .linear import ReplicatedLinear
+from .loading import LoadedModule, Target
+
+
+class SparseMoE(nn.Module):
+    """(T, hidden_size) -> (T, hidden_size). Every rank has its part of the inner dimension of all experts."""
+
+    def __init__(self, hidden_size: int, config: MoEConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.comm = context.comm
+        self.top_k = config.top_k
+        self.norm_topk_prob = config.norm_topk_prob
+        self.gate = ReplicatedLinear(hidden_size, config.num_experts, False, context)
+        self.experts = ExpertWeights(hidden_size, config, context)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, experts = route(self.gate(x), self.top_k, self.norm_topk_prob)
+        return self.comm.all_reduce(self.experts(x, weights.to(x.dtype), experts))
+
+
+def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits (T, E) -> weights (T, top_k) float32 and experts (T, top_k) int64, the likeliest first.
+
+    Weights are probabilities over all experts; with ``normalise`` those of the chosen ones sum to 1.
+    """
+    weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts
+
+
+class ExpertWeights(LoadedModule, nn.Module):
+    """The experts' matrices, one by one in the checkpoint and stacked here, and the backend that multiplies them."""
+
+    product: Experts
+
+    def __init__(self, hidden_size: int, config: MoEConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.context = context
+        self.hidden = Shard.whole(hidden_size)
+        self.inner = Shard.of(config.intermediate_size, context.comm.rank, context.comm.world_size)
+        self.num_experts = config.num_experts
+        self.gate_up: nn.Parameter | None = context.empty(config.num_experts, 2 * self.inner.size, hidden_size)
+        self.down: nn.Parameter | None = context.empty(config.num_experts, hidden_size, self.inner.size)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        assert self.gate_up is not None
+        assert self.down is not None
+        for expert in range(self.num_experts):
+            name = f"{prefix}.{expert}"
+            gate, up = self.gate_up[expert].chunk(2)
+            yield f"{name}.gate_proj.weight", Target.of(gate, self.inner, self.hidden)
+            yield f"{name}.up_proj.weight", Target.of(up, self.inner, self.hidden)
+            yield f"{name}.down_proj.weight", Target.of(self.down[expert], self.hidden, self.inner)
+
+    def finalize(self) -> None:
+        assert self.gate_up is not None
+        assert self.down is not None
+        backend = experts_class(self.context.moe_backend)
+        self.product = backend(self.gate_up, self.down, self.context.ops, self.context.pack)
+        self.gate_up = self.down = None
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        return self.product.forward(x, weights, experts)

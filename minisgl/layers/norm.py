@@ -1,0 +1,31 @@
+"""RMS norm, with the residual stream that runs beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ..distributed.sharding import Shard
+from .context import BuildContext
+from .loading import LoadedModule, Target
+
+
+class RMSNorm(LoadedModule, nn.Module):
+    """(T, size) -> (T, size), with one weight for each element, whole on every rank."""
+
+    def __init__(self, size: int, eps: float, context: BuildContext) -> None:
+        super().__init__()
+        self.eps = eps
+        self.ops = context.ops
+        self.weight = context.empty(size)
+
+    def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
+        yield f"{prefix}.weight", Target.of(self.weight, Shard.whole(self.weight.shape[0]))
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds ``x`` to the residual stream: returns (its norm, the stream). Without ``residual`` the stream starts."""
+        if residual is None:
+            return self.ops.rms_norm(x, self.weight, self.eps), x
+        return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

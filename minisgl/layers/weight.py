@@ -1,0 +1,43 @@
+"""One matrix, and the product with it, in the format that its device multiplies fastest.
+
+A linear layer loads its weight row-major and then turns it into one of these. Tied embeddings are one object that looks
+up rows at the bottom of the model and multiplies at its top, so nothing is stored twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+
+class Weight(Protocol):
+    """A matrix (rows, cols), with a bias (rows) or without."""
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ matrix.T + bias`` for ``x`` (M, cols): (M, rows)."""
+        ...
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (M) of the matrix: (M, cols)."""
+        ...
+
+
+Pack = Callable[[torch.Tensor, torch.Tensor | None], Weight]
+"""Makes a Weight of a row-major matrix and a bias; the caller drops the matrix afterwards."""
+
+
+class PlainWeight:
+    """Row-major, multiplied by torch."""
+
+    def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.matrix = matrix.detach()  # A Parameter costs more per call than a tensor.
+        self.bias = None if bias is None else bias.detach()
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.matrix, self.bias)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.matrix)

@@ -1,0 +1,115 @@
+"""What all decoder-only models have in common. The file of an architecture says what one of its layers is made of."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from ..layers.attention import Attention
+from ..layers.context import BuildContext
+from ..layers.embedding import Embedding, Head, TiedHead
+from ..layers.norm import RMSNorm
+from ..layers.rotary import rope_table
+
+if TYPE_CHECKING:
+    from ..attention.base import AttentionBackend
+    from ..engine.forward_batch import ForwardBatch
+    from ..engine.kv_pool import KVPool
+    from .config import ModelConfig
+
+
+class DecoderLayer(nn.Module):
+    """Attention and an MLP, each after a norm and added to the residual stream.
+
+    ``x`` is what the previous layer has not added to ``residual`` yet: every norm adds it on its way, in one operation.
+    """
+
+    def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module, context: BuildContext) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.mlp = mlp
+
+    def attend(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        batch: ForwardBatch,
+        kv: KVPool,
+        backend: AttentionBackend,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first half of the layer: the only place where tokens see each other."""
+        x, residual = self.input_layernorm(x, residual)
+        return self.self_attn(x, batch, kv, backend), residual
+
+    def feed(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The second half, token by token."""
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x), residual
+
+
+class Decoder(nn.Module):
+    def __init__(self, config: ModelConfig, layers: list[DecoderLayer], context: BuildContext) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, context)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+
+    def forward(self, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
+        x, residual = self.embed_tokens(batch.input_ids), None
+        *others, last = self.layers
+        for layer in others:
+            x, residual = layer.feed(*layer.attend(x, residual, batch, kv, backend))
+        x, residual = last.attend(x, residual, batch, kv, backend)
+        if batch.logit_index is not None:
+            # The last layer's KV is stored by now: what follows is only for the tokens that somebody asked for.
+            x, residual = x[batch.logit_index], residual[batch.logit_index]
+            if not len(x):
+                return x
+        hidden, _ = self.norm(*last.feed(x, residual))
+        return hidden
+
+
+class CausalLM(nn.Module):
+    """A model of this rank. Its modules are named as in the checkpoint.
+
+    ``model(batch, kv, backend)`` computes the KV of all new tokens and returns the last hidden states
+    (S, hidden_size) of those in ``batch.logit_index``. It never waits for the device.
+    """
+
+    def __init__(self, config: ModelConfig, context: BuildContext) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context
+        cos_sin = rope_table(config.rope, context.max_positions, context.device)
+        layers = [self.make_layer(index, cos_sin) for index in range(config.num_layers)]
+        self.model = Decoder(config, layers, context)
+        if config.tie_word_embeddings:
+            self.lm_head: Head | TiedHead = TiedHead(self.model.embed_tokens)
+        else:
+            self.lm_head = Head(config.vocab_size, config.hidden_size, context)
+
+    @abstractmethod
+    def make_layer(self, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
+        """Layer ``index`` of the architecture."""
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of this rank."""
+        return self.model.layers[0].self_attn.spec.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads of this rank: those of its KV pool."""
+        return self.model.layers[0].self_attn.spec.num_kv_heads
+
+    def forward(self, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
+        return self.model(batch, kv, backend)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states (S, hidden_size) -> logits (S, vocab_size) in the model's dtype, the same on all ranks."""
+        return self.lm_head(hidden)

@@ -1,0 +1,40 @@
+"""The experts of one layer: what a backend of them must do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from importlib import import_module
+
+import torch
+
+from ..layers.ops import Ops
+from ..layers.weight import Pack
+
+BACKENDS = {"torch": ("torch_experts", "TorchExperts"), "triton": ("triton_experts", "TritonExperts")}
+
+
+class Experts(ABC):
+    """Gated MLPs: ``gate_up`` (E, 2 * I, H), gate rows first, and ``down`` (E, H, I), of this rank's part I of each.
+
+    Made once when the weights are loaded; it may repack them and keep no reference.
+    """
+
+    @abstractmethod
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, ops: Ops, pack: Pack) -> None: ...
+
+    @abstractmethod
+    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """The weighted sum over each token's experts.
+
+        ``x`` is (T, H), ``weights`` (T, top_k) of its dtype and ``experts`` (T, top_k) int64, distinct within a token.
+        Returns (T, H). The result of a token does not depend on the other tokens.
+        """
+
+
+def experts_class(name: str) -> type[Experts]:
+    """Raises ValueError for an unknown name."""
+    if name not in BACKENDS:
+        raise ValueError(f"Unknown MoE backend {name!r}; there are: {', '.join(BACKENDS)}.")
+    module, attribute = BACKENDS[name]
+    found: type[Experts] = getattr(import_module(f"{__package__}.{module}"), attribute)
+    return found
