@@ -17,6 +17,8 @@ import numpy.typing as npt
 from minisgl.core import PENDING, Batch, BatchResult, EngineInfo, Float32, Int32, SamplingParams
 from minisgl.scheduler.uniform import UInt64, mix, uniforms
 
+Int64 = npt.NDArray[np.int64]
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -232,9 +234,7 @@ class _SimulatedKV:
         if not np.array_equal(history, self._tokens[slots]):
             raise SimulationError("A history differs from its context.")
 
-    def _slots(
-        self, table: Int32, rows: Int32, end: Int32
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], Int32]:
+    def _slots(self, table: Int32, rows: Int32, end: Int32) -> tuple[Int64, Int64, Int64]:
         """For all tokens of ``rows``, flat: their slots and positions; and where each row begins."""
         first = np.cumsum(end) - end
         positions = np.arange(int(end.sum())) - np.repeat(first, end)

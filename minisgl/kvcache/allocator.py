@@ -47,8 +47,6 @@ class PageAllocator:
         counts = np.bincount(pages, minlength=self.num_pages)
         if len(counts) != self.num_pages or not (counts == 1).all():
             wrong = np.flatnonzero(counts != 1)
-            raise RuntimeError(
-                f"KV pages lost or owned twice: {dict(zip(wrong.tolist(), counts[wrong], strict=True))}."
-            )
+            raise RuntimeError(f"KV pages lost, or owned more than once: {wrong.tolist()}.")
         if not self._is_free[self._stack[: self.num_free]].all() or self._is_free.sum() != self.num_free:
             raise RuntimeError("The free list and its index differ.")

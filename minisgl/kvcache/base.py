@@ -25,8 +25,8 @@ class Match:
 class PrefixCache(ABC):
     """Pages of computed tokens, kept for the next request that starts with the same tokens.
 
-    Works on whole pages. A page has one owner: the allocator (free), the cache, or one request. A request reads pages of the
-    cache as long as it holds a lock on them; it never writes into them.
+    Works on whole pages. A page has one owner: the allocator (free), the cache, or one request. A request reads pages
+    of the cache as long as it holds a lock on them; it never writes into them.
 
                       alloc                insert
         allocator  --------->  request  ------------>  cache

@@ -16,8 +16,8 @@ from .uniform import uniforms
 class Step:
     """What must be remembered of a batch until its results come: B requests, int32 unless said otherwise.
 
-    ``epoch`` (B) is that of the rows at launch: a row that has changed hands since then has another. ``end`` (B) counts the
-    tokens whose KV is there after the step. ``samples`` (B, bool) says who samples a token.
+    ``epoch`` (B) is that of the rows at launch: a row that has changed hands since then has another. ``end`` (B)
+    counts the tokens whose KV is there after the step. ``samples`` (B, bool) says who samples a token.
     """
 
     rows: Int32

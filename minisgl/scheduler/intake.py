@@ -13,8 +13,8 @@ def _refuse(message: str, code: str | None = None, param: str | None = None) -> 
 def length_limit(tokens: Int32, params: SamplingParams, info: EngineInfo) -> int | ErrorInfo:
     """The length, prompt included, at which a request with prompt ``tokens`` ends; or why it cannot be served.
 
-    The last token of an output is never computed, so the KV cache must hold all but one. A request that states no
-    ``max_tokens`` ends where the context or the whole KV cache ends; one that states it is served in full or not at all.
+    The last token of an output is never computed, so the KV cache must hold all but one. A request without
+    ``max_tokens`` ends where the context or the whole KV cache ends; one with it is served in full or not at all.
     """
     prompt, capacity = len(tokens), info.num_pages * info.page_size
     if prompt == 0:
@@ -50,17 +50,17 @@ def length_limit(tokens: Int32, params: SamplingParams, info: EngineInfo) -> int
         )
     if total - 1 > capacity:
         return _refuse(
-            f"The KV cache of this server holds {capacity} tokens ({pages}), but the prompt has {prompt} and max_tokens "
-            f"is {params.max_tokens}: {total} in all; lower max_tokens or start the server with more pages.",
+            f"The KV cache of this server holds {capacity} tokens ({pages}), but the prompt has {prompt} and "
+            f"max_tokens is {params.max_tokens}: {total} in all; lower max_tokens or start the server with more pages.",
             "context_length_exceeded",
             "max_tokens",
         )
     return total
 
 
-def queue_full(max_queue: int) -> ErrorInfo:
+def queue_full(waiting: int) -> ErrorInfo:
     return ErrorInfo(
-        message=f"The server is busy: {max_queue} requests are waiting already; try again later.",
+        message=f"The server is busy: {waiting} requests are waiting already; try again later.",
         status=503,
         type="server_error",
         code="queue_full",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import zmq
@@ -14,27 +14,12 @@ class SchedulerIO(Protocol):
     """The two ends of the scheduler."""
 
     def receive(self, block: bool) -> list[BackendMsg]:
-        """What has arrived, in order. With ``block`` waits for something first; may answer with nothing all the same."""
+        """What has arrived, in order. ``block``: wait for something first (an empty answer is allowed all the same)."""
         ...
 
     def send(self, items: list[DetokenizeMsg]) -> None:
         """Hands on all that one step produced, at least one item."""
         ...
-
-
-class LocalIO:
-    """Both ends in this process: put messages into ``inbox``, take results out of ``outbox``. Never blocks."""
-
-    def __init__(self) -> None:
-        self.inbox: list[BackendMsg] = []
-        self.outbox: list[DetokenizeMsg] = []
-
-    def receive(self, block: bool) -> list[BackendMsg]:
-        messages, self.inbox = self.inbox, []
-        return messages
-
-    def send(self, items: list[DetokenizeMsg]) -> None:
-        self.outbox += items
 
 
 class ZmqIO:

@@ -70,7 +70,7 @@ class Memory:
         r.num_pages[rows] += counts
 
     def share(self, row: int) -> None:
-        """Offers the row's confirmed full pages to the cache, and moves the row over to the cache's where it had them."""
+        """Offers the row's confirmed full pages to the cache; moves the row over to the cache's where it had them."""
         r = self._rows
         full = int(r.confirmed[row]) // self._page_size
         start = int(r.shared[row])

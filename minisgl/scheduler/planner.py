@@ -23,12 +23,12 @@ class Planner:
     1. Running requests with one token to compute, all of them: a stream never waits for a prompt. There are never more
        rows than the budget has tokens.
     2. Running requests in mid-prompt, the oldest first, each with as large a chunk as is left.
-    3. Waiting requests in their order, while budget, rows and pages last. They get pages for all their known tokens; what
-       they will generate is not reserved.
+    3. Waiting requests in their order, while budget, rows and pages last. They get pages for all their known tokens;
+       what they will generate is not reserved.
 
-    When the pages run out, the prefix cache evicts; then the youngest running request is pre-empted. It goes back to the
-    front of the queue with its output, and will compute prompt and output again. The oldest one is never pre-empted, so
-    something always gets done.
+    When the pages run out, the prefix cache evicts; then the youngest running request is pre-empted. It goes back to
+    the front of the queue with its output, and will compute prompt and output again. The oldest one is never
+    pre-empted, so something always gets done.
     """
 
     def __init__(self, rows: Rows, memory: Memory, queue: WaitingQueue, budget: int, stats: Stats) -> None:
@@ -109,8 +109,8 @@ class Planner:
     def _leader(self, req: Req, cached: int) -> Req | None:
         """The running request whose prompt, still being computed, spares ``req`` much of its own; or None.
 
-        Nobody waits for ever. A leader that ends, is pre-empted or is through with its prompt releases its followers to the
-        front of the line. And no new leader overtakes a follower F of L: if its prompt X shared enough with F, then, as
+        Nobody waits for ever. A leader that ends, is pre-empted or is through with its prompt releases its followers
+        to the front of the line. And no new leader X overtakes a follower F of L: if it shared enough with F, then, as
         common prefixes are ultrametric (cp(X, L) >= min(cp(X, F), cp(F, L))), it would follow L as well.
         """
         r, tokens = self._rows, req.tokens

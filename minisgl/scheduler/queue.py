@@ -10,8 +10,8 @@ from .request import Req
 class WaitingQueue:
     """First come, first served, except for those that follow a leader.
 
-    A follower's prompt begins with what its leader, a running request, is computing right now. It stands aside until the
-    leader is through with its prompt, and then comes first in line and finds the prefix in the cache.
+    A follower's prompt begins with what its leader, a running request, is computing right now. It stands aside until
+    the leader is through with its prompt, and then comes first in line and finds the prefix in the cache.
     """
 
     def __init__(self) -> None:

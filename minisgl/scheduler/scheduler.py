@@ -28,12 +28,12 @@ class Scheduler:
                                 |  results of k       |  results of k+1       <- waits here while the device works
         device                  [      k     ][     k+1     ][    k+2 ...
 
-    So a step is planned before the tokens of the one before it are known: a decode of k+1 feeds on a ``PENDING`` token. That
-    a request has ended by a stop token shows one step late; its surplus token is dropped here, by the epoch of its row.
-    An end by length is known in advance.
+    So a step is planned before the tokens of the one before it are known: a decode of k+1 feeds on a ``PENDING`` token.
+    That a request has ended by a stop token shows one step late; its surplus token is dropped here, by the epoch of
+    its row. An end by length is known in advance.
 
-    No decision looks at a clock or at anything else that differs between ranks: schedulers that see the same messages in
-    the same steps launch the same batches. An exception out of the engine is fatal and passes through.
+    No decision looks at a clock or at anything else that differs between ranks: schedulers that see the same messages
+    in the same steps launch the same batches. An exception out of the engine is fatal and passes through.
     """
 
     def __init__(self, engine: Engine, io: SchedulerIO, config: SchedulerConfig) -> None:
@@ -108,10 +108,10 @@ class Scheduler:
         arrival, self._arrivals = self._arrivals, self._arrivals + 1
         tokens, params, config = unpack_ids(message.input_ids), message.params, self._config
         limit = length_limit(tokens, params, self._engine.info)
-        if isinstance(limit, int) and config.max_queue is not None:
-            # Those that will get a row in this very step are not yet out of the queue.
-            if len(self._queue) >= config.max_queue + self._rows.num_free:
-                limit = queue_full(config.max_queue)
+        # The free rows count too: those who will get one in this very step are still in the queue.
+        room = None if config.max_queue is None else config.max_queue + self._rows.num_free
+        if isinstance(limit, int) and room is not None and len(self._queue) >= room:
+            limit = queue_full(len(self._queue))
         if isinstance(limit, ErrorInfo):
             refusal = DetokenizeMsg(
                 uid=message.uid, prompt_tokens=len(tokens), finish="error", text=text_params(params), error=limit
@@ -206,7 +206,7 @@ class Scheduler:
     def _deliver_runs(self, rows: Int32, end: Int32, got: Bool, result: BatchResult) -> None:
         """As :meth:`_deliver`, for a step that has found several tokens at once for some request.
 
-        The surplus ones are known tokens whose KV is not there: the next step computes them like a chunk of prompt. That
+        The extra ones are known tokens whose KV is not there: the next step computes them like a chunk of prompt. That
         next step must not be under way yet.
         """
         r = self._rows

@@ -1,8 +1,8 @@
 """Random numbers that are a pure function of (seed, position).
 
-A counter-based generator: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014) has the state
-``key + i * GOLDEN`` at its i-th step, so any step can be had without the ones before it. What runs beside a request,
-how its prompt is chunked and whether it was pre-empted cannot change what it draws.
+A counter-based generator: SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
+has the state ``key + i * GOLDEN`` at its i-th step, so any step can be had without the ones before it. What runs beside
+a request, how its prompt is chunked and whether it was pre-empted cannot change what it draws.
 """
 
 from __future__ import annotations
