@@ -22,7 +22,7 @@ from .weight import Weight
 class Linear(LoadedModule, nn.Module):
     """``x @ W.T + b``: (T, in) -> (T, sum of the parts' outputs), all of this rank.
 
-    W stacks the matrices named by ``parts``, which lie beside this module in the checkpoint: self_attn.qkv_proj with the
+    W stacks the matrices named by ``parts``, which lie beside this module in the checkpoint: self_attn.qkv_proj with
     parts q_proj, k_proj, v_proj is filled from ``self_attn.q_proj.weight`` and so on. The part "" is the module itself.
     """
 
@@ -66,7 +66,7 @@ class ReplicatedLinear(Linear):
 
 
 class ColumnLinear(Linear):
-    """Merged matrices, by name with their outputs: {"gate_proj": 1536, "up_proj": 1536}. Each is cut between the ranks."""
+    """Merged matrices, by name with their outputs: {"gate_proj": 1536, "up_proj": 1536}; each is cut between ranks."""
 
     def __init__(self, inputs: int, parts: dict[str, int], bias: bool, context: BuildContext) -> None:
         comm = context.comm

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ..distributed.sharding import HeadShards
 from ..layers.attention import Attention
 from ..layers.context import BuildContext
 from ..layers.embedding import Embedding, Head, TiedHead
@@ -57,11 +58,12 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, context)
         self.layers = nn.ModuleList(layers)
+        self._in_order = tuple(layers)  # The same ones, typed and quick to walk.
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
 
     def forward(self, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
         x, residual = self.embed_tokens(batch.input_ids), None
-        *others, last = self.layers
+        *others, last = self._in_order
         for layer in others:
             x, residual = layer.feed(*layer.attend(x, residual, batch, kv, backend))
         x, residual = last.attend(x, residual, batch, kv, backend)
@@ -85,6 +87,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self.context = context
+        self.heads = HeadShards.of(config.num_heads, config.num_kv_heads, context.comm.rank, context.comm.world_size)
         cos_sin = rope_table(config.rope, context.max_positions, context.device)
         layers = [self.make_layer(index, cos_sin) for index in range(config.num_layers)]
         self.model = Decoder(config, layers, context)
@@ -100,12 +103,12 @@ class CausalLM(nn.Module):
     @property
     def num_heads(self) -> int:
         """Query heads of this rank."""
-        return self.model.layers[0].self_attn.spec.num_heads
+        return self.heads.query.size
 
     @property
     def num_kv_heads(self) -> int:
         """KV heads of this rank: those of its KV pool."""
-        return self.model.layers[0].self_attn.spec.num_kv_heads
+        return self.heads.kv.size
 
     def forward(self, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
         return self.model(batch, kv, backend)

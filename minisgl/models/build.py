@@ -1,0 +1,67 @@
+"""From a config and a path to a model that is ready to run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..distributed.communicator import Communicator, SingleCommunicator
+from ..layers.context import BuildContext
+from ..layers.device import make_ops, make_pack
+from .base import CausalLM
+from .config import ModelConfig
+from .dummy import fill_dummy
+from .registry import model_class
+from .weights import Progress, load_weights
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    path: Path | None = None,
+    comm: Communicator | None = None,
+    load: Literal["auto", "dummy"] = "auto",
+    max_positions: int | None = None,
+    moe_backend: str = "torch",
+    progress: Progress | None = None,
+) -> CausalLM:
+    """The model of this rank with its weights on ``device``.
+
+    ``path`` is what the config was read from; ``load`` "dummy" needs none. ``max_positions`` is the longest sequence
+    that will ever be run, in tokens (by default the model's own context). Raises WeightError for a checkpoint that
+    does not fit, ValueError for heads that cannot be cut between so many ranks.
+    """
+    context = BuildContext(
+        dtype=dtype,
+        device=device,
+        comm=comm or SingleCommunicator(),
+        ops=make_ops(device, dtype),
+        pack=make_pack(device, dtype),
+        moe_backend=moe_backend,
+        max_positions=max_positions or config.max_context,
+    )
+    model = model_class(config.architecture)(config, context).eval()
+    if load == "dummy":
+        fill_dummy(model, progress)
+        return model
+    if path is None:
+        raise ValueError("Loading weights needs a path.")
+    if path.suffix == ".gguf":
+        from .gguf import tensors_in_gguf
+
+        # One thread: numpy's small steps of dequantising hold the GIL too often for a second one to help.
+        load_weights(model, tensors_in_gguf(path, config.num_heads, config.num_kv_heads), progress=progress, threads=1)
+    else:
+        from .safetensors import safetensors_in
+
+        load_weights(model, safetensors_in(path), ignore=_is_derived, progress=progress)
+    return model
+
+
+def _is_derived(name: str) -> bool:
+    """Tensors of some checkpoints that say nothing new: a tied head, and the rope frequencies of old Llama files."""
+    return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")

@@ -1,0 +1,101 @@
+"""Checkpoints in a GGUF file: its tensors under the names of the model, dequantised one at a time.
+
+GGUF files of the llama architecture keep the rows of q and k in the order of interleaved rope, where element 2 i turns
+with 2 i + 1; here i turns with i + D / 2:
+
+    in the file     0  D/2  1  D/2+1  2  ...        of each head; reading turns it back to  0 1 2 .. D-1
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType as GGMLType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+
+from .gguf_file import TensorInfo, read_gguf
+from .weights import WeightError
+
+SUPPORTED_TYPES = tuple(
+    GGMLType[name] for name in "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K".split()
+)
+
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+ROPE_DIVISORS = "rope_freqs.weight"
+"""Not a weight: the config has it."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """A StoredTensor. ``heads`` is set where the rows must be brought back from the interleaved order."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    path: Path
+    info: TensorInfo
+    heads: int | None
+
+    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+        kind = GGMLType(self.info.type)
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        stored = (*self.shape[:-1], self.shape[-1] // block * block_bytes)
+        # Read, not mapped: a mapping would count as resident memory once more.
+        data = np.fromfile(self.path, np.uint8, prod(stored), offset=self.info.offset).reshape(stored)
+        if self.heads is None:
+            data, index = data[index[0]], (slice(None), *index[1:])
+        values = dequantize(data, kind)
+        if self.heads is not None:
+            rows = values.reshape(self.heads, -1, 2, *self.shape[1:])
+            values = rows.swapaxes(1, 2).reshape(self.shape)
+        return torch.from_numpy(values)[index]
+
+
+def tensors_in_gguf(path: Path, num_heads: int, num_kv_heads: int) -> list[GGUFTensor]:
+    """All tensors of the file. Raises :class:`WeightError` for a quantisation that cannot be read."""
+    file = read_gguf(path)
+    interleaved = {"q_proj": num_heads, "k_proj": num_kv_heads} if file.architecture == "llama" else {}
+    tensors = []
+    for info in file.tensors.values():
+        if info.name == ROPE_DIVISORS:
+            continue
+        if info.type not in SUPPORTED_TYPES:
+            known = {int(t): t.name for t in GGMLType}
+            raise WeightError(
+                f"{path}: {info.name} has the unsupported quantisation {known.get(info.type, info.type)}; "
+                f"supported are {', '.join(t.name for t in SUPPORTED_TYPES)}."
+            )
+        name = checkpoint_name(info.name)
+        block, block_bytes = GGML_QUANT_SIZES[GGMLType(info.type)]
+        nbytes = prod(info.shape) // block * block_bytes
+        heads = interleaved.get(name.split(".")[-2]) if "." in name else None
+        tensors.append(GGUFTensor(name, info.shape, nbytes, path, info, heads))
+    return tensors
+
+
+def checkpoint_name(name: str) -> str:
+    """``blk.3.attn_q.weight`` -> ``model.layers.3.self_attn.q_proj.weight``; an unknown name stays as it is."""
+    if found := re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name):
+        layer, part, kind = found.groups()
+        return f"model.layers.{layer}.{_LAYER[part]}.{kind}" if part in _LAYER else name
+    part, _, kind = name.rpartition(".")
+    return f"{_TOP[part]}.{kind}" if part in _TOP else name

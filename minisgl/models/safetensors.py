@@ -1,0 +1,97 @@
+"""Checkpoints in safetensors files, one or several shards."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .weights import WeightError
+
+INDEX = "model.safetensors.index.json"
+DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+"""The dtypes of unquantised checkpoints, and the bytes of one element."""
+
+
+class _OpenFiles:
+    """The files in use, two at most: what was read of a mapped file counts as resident memory until it is closed."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[Path, Any] = OrderedDict()
+        self._lock = Lock()
+
+    def get(self, path: Path) -> Any:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = _open(path)
+                if len(self._files) > 2:
+                    self._files.popitem(last=False)
+            return self._files[path]
+
+
+@dataclass(frozen=True, slots=True)
+class SafeTensor:
+    """A StoredTensor. A slice of it reads only that part of the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    nbytes: int
+    path: Path
+    files: _OpenFiles = field(repr=False)
+
+    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+        tensor: torch.Tensor = self.files.get(self.path).get_slice(self.name)[index]
+        return tensor
+
+
+def safetensors_in(directory: Path) -> list[SafeTensor]:
+    """All tensors of the checkpoint in ``directory``, shard after shard.
+
+    Raises :class:`WeightError` where a file is missing or damaged, or a tensor has another dtype than float32, float16
+    or bfloat16.
+    """
+    files = _OpenFiles()
+    tensors = []
+    for path in _shards(directory):
+        file = _open(path)
+        for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
+            part = file.get_slice(name)
+            shape, dtype = tuple(part.get_shape()), part.get_dtype()
+            if dtype not in DTYPE_BYTES:
+                raise WeightError(
+                    f"{path}: {name} is {dtype}; supported are safetensors in {', '.join(DTYPE_BYTES)}, and GGUF files."
+                )
+            tensors.append(SafeTensor(name, shape, prod(shape) * DTYPE_BYTES[dtype], path, files))
+    return tensors
+
+
+def _shards(directory: Path) -> list[Path]:
+    index = directory / INDEX
+    if index.exists():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        paths = [directory / name for name in names]
+        missing = [path.name for path in paths if not path.exists()]
+        if missing:
+            raise WeightError(f"The checkpoint in {directory} lacks {', '.join(missing)}; download it again.")
+        return paths
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        raise WeightError(
+            f"There are no weights in {directory}; supported are *.safetensors and .gguf files "
+            "(--load-format dummy needs none)."
+        )
+    return paths
+
+
+def _open(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise WeightError(f"{path} is damaged or incomplete ({error}); download it again.") from None
