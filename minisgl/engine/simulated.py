@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl.core import PENDING, Batch, BatchResult, EngineInfo, Float32, Int32, SamplingParams
+from minisgl.core import PENDING, Batch, BatchResult, Bool, EngineInfo, Float32, Int32, SamplingParams
 from minisgl.scheduler.uniform import UInt64, mix, uniforms
 
 Int64 = npt.NDArray[np.int64]
@@ -118,8 +118,11 @@ class SimulatedEngine:
             ids = np.where(ids == PENDING, self._last[owner], ids)
         if self._verify and (ids < 0).any():
             raise SimulationError("A pending token is read from a row that has not sampled.")
+        bad = np.zeros(batch.size, dtype=bool)
+        if self.model.poison:
+            bad = np.add.reduceat(np.isin(ids, list(self.model.poison)), bounds - batch.new) > 0
         if self._kv is not None:
-            contexts = self._kv.step(self._table, batch, ids)
+            contexts = self._kv.step(self._table, batch, ids, bad)
         else:
             contexts = token_hashes(ids[bounds - 1], batch.cached + batch.new)
         sampling = batch.sampling
@@ -128,13 +131,9 @@ class SimulatedEngine:
         tokens = self.model.next_tokens(contexts[sampling.index], sampling.temperature, sampling.uniform)
         counts = np.zeros(batch.size, dtype=np.int32)
         counts[sampling.index] = 1
-        failed: dict[int, str] = {}
-        if self.model.poison:
-            bad = np.isin(ids, list(self.model.poison))
-            for i in np.flatnonzero(np.add.reduceat(bad, bounds - batch.new)).tolist():
-                failed[i] = "The request holds a poisonous token."
-                counts[i] = 0
-            tokens = tokens[counts[sampling.index] == 1]
+        counts[bad] = 0
+        tokens = tokens[counts[sampling.index] == 1]
+        failed = dict.fromkeys(np.flatnonzero(bad).tolist(), "The request holds a poisonous token.")
         self._last[batch.rows[counts == 1]] = tokens
         step = SimulatedStep(
             self, BatchResult(ids=tokens, counts=counts, failed=failed), time.monotonic() + self._delay
@@ -199,9 +198,13 @@ class _SimulatedKV:
         self._num_pages = info.num_pages
         self._tokens = np.full(info.num_pages * info.page_size, -1, dtype=np.int32)
         self._hashes = np.zeros(info.num_pages * info.page_size, dtype=np.uint64)
+        self._failed_rows = np.empty(0, dtype=np.int32)  # of the step before: the host may not know yet
 
-    def step(self, table: Int32, batch: Batch, ids: Int32) -> UInt64:
-        """Writes the new tokens, reads all contexts back, and returns their hashes (B)."""
+    def step(self, table: Int32, batch: Batch, ids: Int32, bad: Bool) -> UInt64:
+        """Writes the new tokens, reads all contexts back, and returns their hashes (B).
+
+        What the ``bad`` requests write is good for nothing: who reads it later is in error.
+        """
         end = batch.cached + batch.new
         pages_used = -(-end // self._page_size)
         self._check_owners(table, batch.rows, pages_used, batch.cached // self._page_size)
@@ -211,12 +214,14 @@ class _SimulatedKV:
         tokens = self._tokens[slots]
         shares = np.cumsum(token_hashes(tokens, positions))
         hashes = shares - np.repeat(np.where(first > 0, shares[first - 1], np.uint64(0)), end)
-        wrong = (self._hashes[slots] != hashes) & ~is_new
+        excused = np.isin(batch.rows, self._failed_rows)
+        wrong = (self._hashes[slots] != hashes) & ~is_new & np.repeat(~excused, end)
         if (tokens < 0).any() or wrong.any():
             at = int(np.flatnonzero((tokens < 0) | wrong)[0])
             i = int(np.searchsorted(first, at, side="right")) - 1
             raise SimulationError(f"Row {batch.rows[i]} does not find its token {positions[at]} in its page.")
-        self._hashes[slots[is_new]] = hashes[is_new]
+        self._failed_rows = batch.rows[bad]
+        self._hashes[slots[is_new]] = np.where(np.repeat(bad, end), ~hashes, hashes)[is_new]
         return hashes[first + end - 1]
 
     def check_history(self, batch: Batch, table: Int32, last: Int32) -> None:

@@ -27,7 +27,7 @@ def unpack_ids(data: bytes) -> Int32:
     return np.frombuffer(data, dtype="<i4")
 
 
-class Message(msgspec.Struct, tag=True, tag_field="kind", array_like=True, kw_only=True):
+class Message(msgspec.Struct, tag=True, tag_field="kind", array_like=True, kw_only=True, gc=False):
     """Base of all messages: tagged with the class name, encoded as a msgpack array."""
 
 

@@ -60,6 +60,8 @@ class Planner:
             if joined:
                 more = np.array(joined, dtype=np.int32)
                 rows, new = np.concatenate([rows, more[:, 0]]), np.concatenate([new, more[:, 1]])
+            elif len(rows) == 0 and not in_flight:
+                raise RuntimeError(f"{len(self._queue)} requests wait, nothing runs, and none of them can start.")
         return rows, new
 
     def _running(self) -> tuple[Int32, Int32]:
@@ -115,10 +117,12 @@ class Planner:
         """
         r, tokens = self._rows, req.tokens
         worth = max(r.page_size, self._budget // 8)
-        for row in r.order[r.prefilling[r.order]].tolist():
+        if len(tokens) - 1 - cached < worth:
+            return None
+        rows = r.order[r.prefilling[r.order]]
+        probe = cached + worth - 1  # one token tells nearly all of the others apart
+        for row in rows[r.tokens[rows, probe] == tokens[probe]].tolist():
             count = min(len(tokens) - 1, int(r.length[row]))
-            if count - cached < worth:
-                continue
             differ = tokens[:count] != r.tokens[row, :count]
             first = int(differ.argmax())
             common = first if differ[first] else count

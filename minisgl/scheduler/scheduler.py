@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from minisgl.core import PENDING, BatchResult, Bool, Engine, FinishReason, InFlight, Int32
@@ -81,12 +83,16 @@ class Scheduler:
         return True
 
     def stats(self) -> Stats:
-        """The numbers of this moment; the object is the scheduler's own and goes on changing."""
-        stats, allocator, cache = self._stats, self._memory.allocator, self._memory.cache
-        stats.running, stats.waiting = len(self._rows.order), len(self._queue)
-        stats.free_pages, stats.cached_pages = allocator.num_free, cache.num_pages
-        stats.held_pages = allocator.num_pages - allocator.num_free - cache.num_pages
-        return stats
+        """The numbers of this moment."""
+        allocator, cache = self._memory.allocator, self._memory.cache
+        return replace(
+            self._stats,
+            running=len(self._rows.order),
+            waiting=len(self._queue),
+            free_pages=allocator.num_free,
+            cached_pages=cache.num_pages,
+            held_pages=allocator.num_pages - allocator.num_free - cache.num_pages,
+        )
 
     def check(self) -> None:
         """Raises :class:`RuntimeError` when the books are wrong: pages lost or owned twice, requests forgotten."""
