@@ -61,7 +61,7 @@ class GGUFTensor:
         stored = (*self.shape[:-1], self.shape[-1] // block * block_bytes)
         # Read, not mapped: a mapping would count as resident memory once more.
         data = np.fromfile(self.path, np.uint8, prod(stored), offset=self.info.offset).reshape(stored)
-        if self.heads is None:
+        if self.heads is None and len(stored) > 1:  # Rows are cut before they are dequantised.
             data, index = data[index[0]], (slice(None), *index[1:])
         values = dequantize(data, kind)
         if self.heads is not None:
