@@ -1,4 +1,4 @@
-"""The command line: flags, their checks, and :class:`ServerArgs`. Imports nothing heavy, so mistakes are told at once."""
+"""The command line: flags and their checks. Imports nothing heavy, so a mistake is told at once."""
 
 from __future__ import annotations
 
@@ -146,15 +146,11 @@ def _build_parser() -> _Parser:
         add(flag, _one_of(allowed), "|".join(allowed), text)
 
     group = parser.add_argument_group("model")
-    add(
-        "--model", _text, "MODEL", f"directory, Hugging Face id or .gguf file (default: {DEFAULT_MODEL_NAME}, built in)"
-    )
+    add("--model", _text, "MODEL", f"directory, Hugging Face id or .gguf file (default: {DEFAULT_MODEL_NAME})")
     choice("--model-source", get_args(ModelSource), "where a model id is looked up")
     choice("--load-format", get_args(LoadFormat), "dummy: random weights, from a bare config.json")
     add("--served-model-name", _text, "NAME", "what clients call the model (default: as given in --model)")
-    choice(
-        "--dtype", get_args(DType), "type of weights and activations; auto: float32 on a CPU, the model's own on a GPU"
-    )
+    choice("--dtype", get_args(DType), "type of weights and activations; auto: float32 on a CPU, the model's on a GPU")
     add("--max-seq-len-override", _integer(1), "N", "longest prompt and output together (default: the model's context)")
 
     group = parser.add_argument_group("engine")
@@ -163,7 +159,10 @@ def _build_parser() -> _Parser:
     add("--page-size", _integer(1, 4096), "N", "tokens in a page of the KV cache")
     add("--num-pages", _integer(1), "N", "pages in the KV cache (default: as many as fit)")
     add(
-        "--memory-ratio", _ratio, "R", "share of the memory to use (default: 0.9 of a GPU, 0.3 of the free host memory)"
+        "--memory-ratio",
+        _ratio,
+        "R",
+        "share of the memory to use (default: 0.9 of a GPU, 0.3 of a host)",
     )
     add("--max-running-req", _integer(1, 65536), "N", "requests that run at once (default: 64 on a CPU, 256 on a GPU)")
     add("--max-prefill-length", _integer(1), "N", "new tokens in one step, over all requests (default: by device)")

@@ -1,8 +1,9 @@
 """A worker process, seen from inside: how it starts, reports to the launcher, and never outlives it.
 
 Each worker holds one end of a pipe, its lifeline. Reports go up (:class:`Progress`, :class:`Ready`, :class:`Failed`),
-the word to start serving comes down (:data:`GO`), and its end means that the launcher is gone, in whatever way. On
-Linux the kernel kills the worker at the same moment anyway (parent-death signal); the pipe covers every other system.
+the word to start serving comes down, with the facts that all the workers reported, and its end means that the launcher
+is gone, in whatever way. On Linux the kernel kills the worker at the same moment anyway (parent-death signal); the pipe
+covers every other system.
 """
 
 from __future__ import annotations
@@ -11,11 +12,12 @@ import contextlib
 import ctypes
 import logging
 import os
+import queue
 import signal
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -26,8 +28,6 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 HELD_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 """Blocked by the launcher while it starts a worker, so that none arrives before the worker has decided about it."""
-
-GO = "go"
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,10 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker can work. ``summary`` is worth telling the user, or empty."""
+    """A worker can work. ``summary`` is for the user to see, if not empty; ``facts`` are for the API servers."""
 
     summary: str = ""
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +58,26 @@ class Reporter:
 
     def __init__(self, link: Connection) -> None:
         self._link = link
-        self._go = threading.Event()
+        self._go: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
+        self._facts: dict[str, Any] = {}
 
     def progress(self, what: str, fraction: float | None = None) -> None:
         self._send(Progress(what, fraction))
 
+    def tell(self, **facts: Any) -> None:
+        """Facts for the API servers; they travel with the ready report."""
+        self._facts.update(facts)
+
     def ready(self, summary: str = "") -> None:
-        self._send(Ready(summary))
+        self._send(Ready(summary, self._facts))
 
     def failed(self, message: str) -> None:
         self._send(Failed(message))
 
-    def wait_go(self) -> None:
-        """Blocks until every process of the instance is ready."""
-        self._go.wait()
+    def wait_go(self) -> Mapping[str, Any]:
+        """Blocks until every process of the instance is ready. Returns the facts that all of them have reported."""
+        return self._go.get()
 
     def _send(self, report: Progress | Ready | Failed) -> None:
         with self._lock, contextlib.suppress(OSError):  # a launcher that is gone ends this process by itself
@@ -79,8 +85,8 @@ class Reporter:
 
     def _listen(self) -> None:
         try:
-            while self._link.recv() == GO:
-                self._go.set()
+            while True:
+                self._go.put(self._link.recv())
         except (EOFError, OSError):
             os._exit(1)
 
@@ -90,8 +96,8 @@ def run_worker(
 ) -> None:
     """The main function of every worker: ``entry(*args, reporter)``, to be given to a spawned process.
 
-    An exception of ``entry`` becomes a :class:`Failed` report and exit code 1. ``entry`` is imported before this runs, so
-    its module imports what is heavy only when it is called.
+    An exception of ``entry`` becomes a :class:`Failed` report and exit code 1. ``entry`` is imported before this runs,
+    so its module imports what is heavy only when it is called.
     """
     _die_with(parent)
     # Ctrl-C and a closed terminal reach every process of the group; what then happens is for the launcher to decide.
@@ -110,6 +116,14 @@ def run_worker(
         sentence = " ".join(str(error).split())
         reporter.failed(sentence if expected and sentence else f"{type(error).__name__}: {sentence}")
         sys.exit(1)
+
+
+def exit_words(exitcode: int | None) -> str:
+    """How a process has ended."""
+    if exitcode is not None and exitcode < 0:
+        with contextlib.suppress(ValueError):
+            return f"killed by {signal.Signals(-exitcode).name}"
+    return f"exit code {exitcode}"
 
 
 def _die_with(parent: int) -> None:

@@ -14,14 +14,14 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from .process import GO, HELD_SIGNALS, Failed, Progress, Ready, run_worker
+from .process import HELD_SIGNALS, Failed, Progress, Ready, run_worker
 
 
 @dataclass(eq=False, slots=True)
@@ -31,15 +31,6 @@ class Worker:
     name: str
     process: SpawnProcess
     link: Connection | None
-
-    @property
-    def exit(self) -> str:
-        """How it ended, in words."""
-        code = self.process.exitcode
-        if code is not None and code < 0:
-            with contextlib.suppress(ValueError):
-                return f"killed by {signal.Signals(-code).name}"
-        return f"exit code {code}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +85,12 @@ class Supervisor:
         self.workers.append(worker)
         return worker
 
-    def go(self) -> None:
-        """Tells every worker that all are ready."""
+    def go(self, facts: Mapping[str, Any]) -> None:
+        """Tells every worker that all are ready, and what they have reported."""
         for worker in self.workers:
             if worker.link is not None:
                 with contextlib.suppress(OSError):
-                    worker.link.send(GO)
+                    worker.link.send(facts)
 
     def wait(self, timeout: float | None = None) -> list[Event]:
         """Blocks until something happens; empty when the time is up. A death comes after the worker's last report."""

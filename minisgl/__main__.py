@@ -1,0 +1,34 @@
+"""`python -m minisgl` and the console script `minisgl`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Reads the flags and serves, or chats. Returns the exit code; wrong flags end in SystemExit(2)."""
+    from minisgl.env import EnvError, check_environment
+    from minisgl.server.args import parse_args
+
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    try:
+        check_environment()
+    except EnvError as error:
+        print(f"minisgl: {error}", file=sys.stderr)
+        return 2
+    try:
+        if args.shell:
+            from minisgl.server.chat import chat
+
+            return chat(args)
+        from minisgl.server.launch import launch
+
+        return launch(args)
+    except KeyboardInterrupt:
+        return 0
+
+
+# Spawned workers import this module again, under another name.
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""An API server as a process: how it is started. What it runs (http_server.py) is imported in the process itself."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from minisgl.addresses import Addresses
+
+from .process import Reporter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiServerConfig:
+    """What one API server is started with. ``model`` is what clients call the model."""
+
+    addresses: Addresses
+    index: int
+    model: str
+    log_requests: bool = True
+
+
+def run_api_server(config: ApiServerConfig, sock: socket.socket, reporter: Reporter) -> None:
+    """Reports ready when everything is loaded; serves on ``sock`` once the launcher says so, until SIGTERM."""
+    reporter.progress("loading the API")
+    from .api_server import ModelFacts, create_app
+    from .frontend import FrontendManager
+    from .http_server import HttpServer
+
+    frontend = FrontendManager(config.addresses, config.index)
+    reporter.ready()
+    facts = ModelFacts(config.model, **reporter.wait_go())
+    HttpServer(create_app(frontend, facts, config.log_requests), frontend).run_on(sock)

@@ -1,0 +1,228 @@
+"""The launcher: from the flags to a running server, and back to nothing.
+
+bind the port ──> find the model ──> run directory ──> start all processes ──> all ready ──> listen, say so
+     │                 │                                      │                                  │
+   taken: 1        not there: 2                            one fails: 1                    watch until a signal
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from minisgl.addresses import Addresses
+from minisgl.models.source import ModelNotAvailable, resolve_model
+
+from .args import ServerArgs
+from .http_process import ApiServerConfig, run_api_server
+from .process import HELD_SIGNALS, Failed, Progress, Ready, Reporter, exit_words
+from .progress import StartupProgress
+from .rundir import RunDir
+from .scheduler_process import RankConfig, run_rank
+from .supervisor import Died, Reported, Signalled, Supervisor, Worker
+from .text_process import TextConfig, run_text
+
+if TYPE_CHECKING:
+    import zmq
+
+    from minisgl.message import Push
+
+BACKLOG = 2048
+
+API_STOP_SECONDS = 5.0
+"""For an API server to drain (http_server.py) and end; everybody else has nothing to finish."""
+STOP_SECONDS = 2.0
+
+RankEntry = Callable[[RankConfig, Reporter], None]
+
+
+class StartError(Exception):
+    """The server cannot start: one sentence, and the exit code of the launcher."""
+
+    def __init__(self, message: str, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+def launch(args: ServerArgs, *, rank_entry: RankEntry = run_rank) -> int:
+    """Serves until a signal, and returns the exit code: 0 after SIGINT, SIGTERM or SIGHUP; 1 when the start fails or a
+    worker has died; 2 when --model names no model.
+
+    ``rank_entry`` is what a rank's process runs.
+    """
+    # Until the supervisor takes over, every signal interrupts whatever is going on.
+    for signum in HELD_SIGNALS:
+        signal.signal(signum, signal.default_int_handler)
+    try:
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(bind(args.host, args.port))
+            display = StartupProgress(sys.stderr, enabled=not args.silent_output)
+            model_path = find_model(args, display)
+            run_dir = stack.enter_context(contextlib.closing(RunDir()))
+            server = stack.enter_context(contextlib.closing(Server(args, run_dir.path)))
+            if not server.start(model_path, sock, rank_entry, display):
+                return 0
+            sock.listen(BACKLOG)
+            server.go()
+            print(f"{args.model_name} is served at {url(sock)}", flush=True)
+            sock.close()  # it is the API servers' now: the last of them to close it ends the listening
+            return server.watch()
+    except KeyboardInterrupt:
+        return 0
+    except StartError as error:
+        say(str(error))
+        return error.code
+
+
+class Server:
+    """The processes of one instance."""
+
+    def __init__(self, args: ServerArgs, directory: Path) -> None:
+        self._args = args
+        self._addresses = Addresses(
+            directory=str(directory), frontends=args.num_api_server, tokenizers=args.num_tokenizer, ranks=args.tp
+        )
+        self._supervisor = Supervisor(args.log_level)
+        self._api: list[Worker] = []
+        self._facts: dict[str, Any] = {}
+        self._context: zmq.Context[Any] | None = None
+        self._frontends: list[Push] = []
+
+    def start(self, model: Path, sock: socket.socket, rank_entry: RankEntry, display: StartupProgress) -> bool:
+        """Starts all processes at once, the slowest first, and waits until they are ready. False after a signal."""
+        args, addresses, start = self._args, self._addresses, self._supervisor.start
+        seed = random.getrandbits(63) if args.seed is None else args.seed
+        for rank in range(args.tp):
+            name = "scheduler" if args.tp == 1 else f"scheduler {rank}"
+            config = RankConfig(args=args, model_path=model, addresses=addresses, rank=rank, seed=seed)
+            start(name, rank_entry, config)
+        limit = args.max_seq_len_override
+        text = TextConfig(model_path=model, addresses=addresses, tokenizer=None, detokenizer=True, max_seq_len=limit)
+        if args.num_tokenizer == 0:
+            start("tokenizer", run_text, replace(text, tokenizer=0))
+        else:
+            start("detokenizer", run_text, text)
+        for j in range(args.num_tokenizer):
+            start(f"tokenizer {j}", run_text, replace(text, tokenizer=j, detokenizer=False))
+        for i in range(args.num_api_server):
+            name = "api server" if args.num_api_server == 1 else f"api server {i}"
+            api = ApiServerConfig(
+                addresses=addresses,
+                index=i,
+                model=args.model_name,
+                log_requests=not args.silent_output,
+            )
+            self._api.append(start(name, run_api_server, api, sock))
+        return self._wait_ready(display)
+
+    def go(self) -> None:
+        """Lets the API servers accept."""
+        self._supervisor.go(self._facts)
+
+    def watch(self) -> int:
+        """Until a signal (0, or 1 if a worker has died by then), or until no API server is left to answer (1)."""
+        code = 0
+        while True:
+            for event in self._supervisor.wait():
+                match event:
+                    case Signalled():
+                        return code
+                    case Reported(worker, Failed(message)):
+                        say(f"{worker.name}: {message}")
+                    case Died(worker):
+                        code = 1
+                        self._mourn(worker)
+                        if not self._api:
+                            return code
+
+    def close(self) -> None:
+        """Ends all processes: the API servers first, so that requests under way may still finish."""
+        others = [w for w in self._supervisor.workers if w not in self._api]
+        self._supervisor.stop([(list(self._api), API_STOP_SECONDS), (others, STOP_SECONDS)])
+        self._supervisor.close()
+
+    def _wait_ready(self, display: StartupProgress) -> bool:
+        starting = list(self._supervisor.workers)
+        with contextlib.closing(display):
+            while starting:
+                for event in self._supervisor.wait():
+                    match event:
+                        case Signalled():
+                            return False
+                        case Reported(worker, Progress() as stage):
+                            display.update(worker.name, stage)
+                        case Reported(worker, Ready(summary, facts)):
+                            starting.remove(worker)
+                            self._facts.update(facts)
+                            display.update(worker.name, Progress(f"ready{summary and ': '}{summary}"))
+                        case Reported(worker, Failed(message)):
+                            raise StartError(f"{worker.name}: {message}")
+                        case Died(worker):
+                            how = exit_words(worker.process.exitcode)
+                            raise StartError(f"The {worker.name} process died while it was starting ({how}).")
+        return True
+
+    def _mourn(self, worker: Worker) -> None:
+        exitcode = worker.process.exitcode
+        say(f"The {worker.name} process has died ({exit_words(exitcode)}). Requests are refused until a new start.")
+        if worker in self._api:
+            self._api.remove(worker)
+        # Imported only now: the launcher of a healthy server does without zmq and numpy.
+        import zmq
+
+        from minisgl.message import Push, WorkerDied
+
+        if self._context is None:
+            self._context = zmq.Context()
+            addresses = [self._addresses.frontend(i) for i in range(self._addresses.frontends)]
+            self._frontends = [Push(self._context, address) for address in addresses]
+        for push in self._frontends:
+            push.send(WorkerDied(name=worker.name, exitcode=exitcode or 0))
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the port, not listening yet. Raises :class:`StartError` when it cannot be had."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        raise StartError(f"--host must be an address of this machine, not {host!r}.", code=2) from None
+    # First without SO_REUSEADDR, under which a port that another server has bound, but does not listen on yet, looks
+    # free. Only connections in TIME_WAIT, left by the server before us, deserve the second try.
+    for reuse in (0, 1):
+        sock = socket.socket(family, kind, protocol)
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+            sock.bind(address)
+            return sock
+        except OSError as error:
+            sock.close()
+            reason = error
+    raise StartError(f"Port {port} on {host} cannot be had: {reason.strerror}. Choose another with --port.")
+
+
+def url(sock: socket.socket) -> str:
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+def find_model(args: ServerArgs, display: StartupProgress) -> Path:
+    """The local path of --model. Raises :class:`StartError` when it cannot be had."""
+
+    def progress(what: str, fraction: float | None = None) -> None:
+        display.update("model", Progress(what, fraction))
+
+    try:
+        return resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
+    except ModelNotAvailable as error:
+        raise StartError(str(error), code=2) from None
+
+
+def say(line: str) -> None:
+    print(f"minisgl: {line}", file=sys.stderr, flush=True)
