@@ -13,7 +13,7 @@ import logging
 import torch
 
 from ...env import cache_dir
-from .build import BuildError, build
+from .build import BuildError, build_library
 from .kernels import CpuKernels, PackedWeight
 
 __all__ = ["CpuKernels", "PackedWeight", "load"]
@@ -33,7 +33,7 @@ def load(isa: str | None = None) -> CpuKernels | None:
     None where they cannot be had; one log line says why and what it costs.
     """
     try:
-        return CpuKernels(build(isa or detect_isa(), cache_dir() / "kernels"))
+        return CpuKernels(build_library(isa or detect_isa(), cache_dir() / "kernels"))
     except (BuildError, OSError) as error:
         log.warning("Plain torch instead of the CPU kernels, several times slower: %s.", error)
         return None

@@ -29,7 +29,7 @@ class BuildError(RuntimeError):
     """The kernels could not be compiled; the message says why in one sentence."""
 
 
-def build(isa: str, cache: Path) -> Path:
+def build_library(isa: str, cache: Path) -> Path:
     """The compiled library for ``isa`` (a key of ``ISA_FLAGS``) in the directory ``cache``, made now if need be.
 
     Several processes may ask at once: one compiles, the others wait. Raises :class:`BuildError`.

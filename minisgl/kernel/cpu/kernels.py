@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-_POINTER, _INT, _INT64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedWeight:
-    """A matrix (rows, cols) float32 in the kernels' panel format (gemm.h), made by :meth:`CpuKernels.pack`."""
-
-    panels: torch.Tensor
-    rows: int
-    cols: int
+_SIGNATURES = {
+    "pack": "pipiii",
+    "gemm": "pipppiiiii",
+    "lookup": "pppiii",
+    "rms_norm": "pppfpiii",
+    "silu_and_mul": "ppiii",
+    "rope_store": "piiiippfpippppi",
+    "attention": "piipppiiifipiipppii",
+    "argmax": "ppiii",
+}
+_TYPES: dict[str, type[ctypes._SimpleCData]] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
 
 class CpuKernels:
-    """One compiled library. All tensors are float32 on the CPU unless it says otherwise.
+    """One compiled library. Floating-point tensors are float32, all tensors are on the CPU.
 
     Every result row is a function of its own input row alone, bit for bit, whatever the number of threads, which is
     torch's (``torch.set_num_threads``). Wrong dtypes or strides raise ValueError.
@@ -31,59 +31,207 @@ class CpuKernels:
         _share_openmp_runtime()
         self._library = ctypes.CDLL(str(library))
         self.panel_width: int = self._library.minisgl_panel_width()
-        self._pack = self._bind("pack", _POINTER, _INT64, _POINTER, _INT64, _INT64, _INT)
-        self._gemm = self._bind(
-            "gemm", _POINTER, _INT64, _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT64, _INT64, _INT
-        )
-        self._lookup = self._bind("lookup", _POINTER, _POINTER, _POINTER, _INT64, _INT64, _INT)
+        for name, types in _SIGNATURES.items():
+            function = getattr(self._library, f"minisgl_{name}")
+            function.argtypes, function.restype = [_TYPES[t] for t in types], None
+        self.gemm = self._library.minisgl_gemm
+        self._rms_norm = self._library.minisgl_rms_norm
+        self._silu_and_mul = self._library.minisgl_silu_and_mul
+        self._rope_store = self._library.minisgl_rope_store
+        self._attention = self._library.minisgl_attention
 
-    def _bind(self, name: str, *argtypes: type) -> ctypes._NamedFuncPointer:
-        function = self._library[f"minisgl_{name}"]
-        function.argtypes, function.restype = argtypes, None
-        return function
-
-    def pack(self, weight: torch.Tensor) -> PackedWeight:
-        """A copy of ``weight`` (rows, cols) in the panel format; drop the original afterwards."""
-        _check_rows(weight)
-        rows, cols = weight.shape
+    def pack(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> PackedWeight:
+        """A copy of ``matrix`` (rows, cols) in panels, with its ``bias`` (rows); drop the original afterwards."""
+        rows, cols = matrix.shape
         width = self.panel_width
         panels = torch.empty(-(-rows // width) * width * cols)
-        self._pack(weight.data_ptr(), weight.stride(0), panels.data_ptr(), rows, cols, torch.get_num_threads())
-        return PackedWeight(panels, rows, cols)
+        threads = torch.get_num_threads()
+        self._library.minisgl_pack(_floats(matrix), matrix.stride(0), panels.data_ptr(), rows, cols, threads)
+        return PackedWeight(self, panels, rows, cols, bias)
 
-    def linear(self, x: torch.Tensor, weight: PackedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x @ weight.T + bias`` for ``x`` (M, cols), whose rows may be strided. Returns (M, rows)."""
-        _check_rows(x)
-        if x.shape[1] != weight.cols:
-            raise ValueError(f"The input has {x.shape[1]} columns, the weight {weight.cols}.")
-        out = torch.empty(x.shape[0], weight.rows)
-        self._gemm(
-            x.data_ptr(),
-            x.stride(0),
-            weight.panels.data_ptr(),
-            None if bias is None else bias.data_ptr(),
+    def lookup(self, panels: torch.Tensor, cols: int, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (M) int32 of a packed matrix: (M, cols). See :meth:`PackedWeight.lookup`."""
+        out = torch.empty(ids.shape[0], cols)
+        self._library.minisgl_lookup(
+            panels.data_ptr(), _whole(ids, torch.int32), out.data_ptr(), *out.shape, torch.get_num_threads()
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm over the last dimension of ``x`` (..., N), times ``weight`` (N)."""
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        self._norm(x, None, weight, eps, out)
+        return out
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """``residual + x`` (T, N), and its norm: returns (norm, sum), in the memory of ``x`` and ``residual``."""
+        self._norm(residual, x, weight, eps, x)
+        return x, residual
+
+    def _norm(
+        self, x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, eps: float, out: torch.Tensor
+    ) -> None:
+        n = weight.shape[0]
+        self._rms_norm(
+            _whole(x),
+            None if added is None else _whole(added),
+            _whole(weight),
+            eps,
             out.data_ptr(),
-            weight.rows,
-            x.shape[0],
-            weight.rows,
-            weight.cols,
+            x.numel() // n,
+            n,
+            torch.get_num_threads(),
+        )
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` for ``x`` (T, 2 * N), the gate half first. Returns (T, N)."""
+        out = torch.empty(x.shape[0], x.shape[1] // 2)
+        self._silu_and_mul(_whole(x), out.data_ptr(), *out.shape, torch.get_num_threads())
+        return out
+
+    def argmax(self, x: torch.Tensor) -> torch.Tensor:
+        """Index (S) int64 of the largest element of each row of ``x`` (S, N), the lowest of equals; NaN is never it."""
+        out = torch.empty(x.shape[0], dtype=torch.int64)
+        self._library.minisgl_argmax(_whole(x), out.data_ptr(), *x.shape, torch.get_num_threads())
+        return out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        num_heads: int,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
+    ) -> None:
+        """Norm (if any) and rope of q and k within ``qkv`` (T, (heads + 2 * kv_heads) * dim); k and v to their slots.
+
+        ``norms`` holds the weights (dim) of the heads of q, those of k, and eps. ``positions`` (T) int32 are rows of
+        ``cos_sin`` (positions, rotary), ``slots`` (T) int64 those of ``keys`` and ``values`` (slots, kv_heads, dim).
+        """
+        q_norm, k_norm, eps = norms or (None, None, 0.0)
+        self._rope_store(
+            _whole(qkv),
+            qkv.shape[0],
+            num_heads,
+            keys.shape[1],
+            keys.shape[2],
+            None if q_norm is None else _whole(q_norm),
+            None if k_norm is None else _whole(k_norm),
+            eps,
+            _whole(cos_sin),
+            cos_sin.shape[1],
+            _whole(positions, torch.int32),
+            _whole(slots, torch.int64),
+            _whole(keys),
+            _whole(values),
+            torch.get_num_threads(),
+        )
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        page_table: torch.Tensor,
+        rows: torch.Tensor,
+        cached: torch.Tensor,
+        cu_new: torch.Tensor,
+        scale: float,
+        window: int | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of new tokens ``q`` (T, heads, dim), strided views allowed. Returns (T, heads * dim).
+
+        ``keys`` and ``values`` (pages, page_size, kv_heads, dim) are one layer of the pool and hold the new tokens
+        already. Request i (B of them) has row ``rows[i]`` of ``page_table``, ``cached[i]`` tokens before the step, and
+        ``cu_new[i] .. cu_new[i + 1]`` of the T tokens; all of these are int32.
+        """
+        _, page_size, kv_heads, dim = keys.shape
+        tokens, heads, _ = q.shape
+        out = torch.empty(tokens, heads * dim)
+        self._attention(
+            _floats(q),
+            q.stride(0),
+            q.stride(1),
+            _whole(keys),
+            _whole(values),
+            out.data_ptr(),
+            heads,
+            kv_heads,
+            dim,
+            scale,
+            window or 0,
+            _whole(page_table, torch.int32),
+            page_table.stride(0),
+            page_size,
+            _whole(rows, torch.int32),
+            _whole(cached, torch.int32),
+            _whole(cu_new, torch.int32),
+            rows.shape[0],
             torch.get_num_threads(),
         )
         return out
 
-    def lookup(self, weight: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``ids`` (T) int32 of the matrix. Returns (T, cols)."""
-        out = torch.empty(ids.shape[0], weight.cols)
-        threads = torch.get_num_threads()
-        self._lookup(weight.panels.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.shape[0], weight.cols, threads)
+
+class PackedWeight:
+    """A matrix (rows, cols) in the kernels' panel format (gemm.h), with a bias (rows) or without."""
+
+    def __init__(
+        self, kernels: CpuKernels, panels: torch.Tensor, rows: int, cols: int, bias: torch.Tensor | None
+    ) -> None:
+        self.rows = rows
+        self.cols = cols
+        self._kernels = kernels
+        self._panels = panels
+        self._bias = None if bias is None else bias.detach()
+        # What the product passes on every call.
+        self._gemm = kernels.gemm
+        self._address = panels.data_ptr()
+        self._bias_address = None if bias is None else _whole(bias)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        """``x @ matrix.T + bias`` for ``x`` (M, cols), whose rows may be strided: (M, rows)."""
+        tokens, cols = x.shape
+        if cols != self.cols:
+            raise ValueError(f"The input has {cols} columns, the weight {self.cols}.")
+        rows = self.rows
+        out = torch.empty(tokens, rows)
+        self._gemm(
+            _floats(x),
+            x.stride(0),
+            self._address,
+            self._bias_address,
+            out.data_ptr(),
+            rows,
+            tokens,
+            rows,
+            cols,
+            torch.get_num_threads(),
+        )
         return out
 
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows ``ids`` (M) int32 of the matrix, each in 0 .. rows - 1: (M, cols)."""
+        return self._kernels.lookup(self._panels, self.cols, ids)
 
-def _check_rows(x: torch.Tensor) -> None:
-    if x.dtype is not torch.float32 or x.dim() != 2 or x.stride(1) != 1:
-        raise ValueError(
-            f"A float32 matrix with contiguous rows is needed, not {x.dtype} {tuple(x.shape)} {x.stride()}."
-        )
+
+def _floats(x: torch.Tensor) -> int:
+    """The address of a float32 tensor whose last dimension is contiguous."""
+    if x.dtype is not torch.float32 or x.stride(-1) != 1:
+        raise ValueError(f"A float32 tensor with contiguous rows is needed, not {x.dtype} with strides {x.stride()}.")
+    return x.data_ptr()
+
+
+def _whole(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
+    """The address of a contiguous tensor of ``dtype``."""
+    if x.dtype is not dtype or not x.is_contiguous():
+        raise ValueError(f"A contiguous {dtype} tensor is needed, not {x.dtype} with strides {x.stride()}.")
+    return x.data_ptr()
 
 
 def _share_openmp_runtime() -> None:

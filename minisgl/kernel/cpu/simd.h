@@ -4,6 +4,7 @@
 // roundings do not depend on how the compiler happens to schedule a tile.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -57,23 +58,26 @@ static inline void store_some(float* p, vec v, int64_t n) {
 static inline vec maximum(vec a, vec b) { return a > b ? a : b; }
 
 // Lanes are combined in halves, always in this order.
+template <typename Op>
+static inline float reduce(vec v, Op op) {
+#pragma GCC unroll 4
+    for (int half = WIDTH / 2; half; half /= 2) {
+        ivec turned;
+        for (int i = 0; i < WIDTH; i++) turned[i] = (i + half) % WIDTH;
+        v = op(v, __builtin_shuffle(v, turned));
+    }
+    return v[0];
+}
+
 static inline float sum(vec v) {
-    float lanes[WIDTH];
-    store(lanes, v);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
-    return lanes[0];
+    return reduce(v, [](vec a, vec b) { return a + b; });
 }
 
 static inline float maximum(vec v) {
-    float lanes[WIDTH];
-    store(lanes, v);
-    for (int half = WIDTH / 2; half; half /= 2)
-        for (int i = 0; i < half; i++) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
+    return reduce(v, [](vec a, vec b) { return maximum(a, b); });
 }
 
-// e^x to about one unit in the last place; exactly 0 below -87, and clamped above 88.
+// e^x to about one unit in the last place; exactly 0 below -87, infinity above 88, NaN for NaN.
 //
 // x = n ln 2 + r with |r| <= ln 2 / 2, where ln 2 is split so that n * LN2_HIGH is exact; e^r by its Taylor series to
 // r^7 (the rest is below 6e-9); 2^n is added into the exponent bits. Adding 1.5 * 2^23 rounds to an integer and leaves
@@ -95,5 +99,7 @@ static inline vec exp(vec x) {
     p = fma(p, r, splat(1.0f / 2));
     p = fma(p * r, r, r) + splat(1.0f);
     vec result = (vec)((ivec)p + ((ivec)shifted << 23));
-    return x < bottom ? vec{} : result;
+    result = x < bottom ? vec{} : result;
+    result = x > top ? splat(INFINITY) : result;
+    return x == x ? result : x;
 }

@@ -1,0 +1,296 @@
+// Causal attention over a paged KV cache with an online softmax (Milakov and Gimelshein, 2018; the blocking is that of
+// FlashAttention, Dao et al., 2022).
+//
+// A job is some TILE_ROWS query rows that share a KV head: a few neighbouring tokens of one request, times the query heads
+// of the group. It walks over the request's keys in blocks, and blocks make up spans:
+//
+//     position   0        64       128      192      256      320
+//                | block  | block  | block  | block  | block  | ..
+//                | span 0: m, l, O                   | span 1: m, l, O ..
+//                                   total = merge(merge(span 0, span 1), span 2) ..
+//
+// Both are cut by absolute position and merged in order. What a row must not see has weight 0, which changes no bit of its
+// sums. So the result of a row does not depend on its chunk, on its neighbours, on the page size, or on whether spans are
+// done by one thread in turn or by several at once.
+#pragma once
+
+#include "gemm.h"
+
+#include <memory>
+#include <vector>
+
+constexpr int64_t BLOCK = 64;
+constexpr int64_t SPAN = 4 * BLOCK;
+constexpr int64_t TILE_ROWS = 4 * MR;
+static_assert(BLOCK % NR == 0);
+constexpr auto SCORE_TILES = tiles<BLOCK>(std::make_integer_sequence<int, MR>());
+
+static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+struct FreeDeleter {
+    void operator()(float* p) const { free(p); }
+};
+typedef std::unique_ptr<float[], FreeDeleter> Floats;
+
+static inline Floats floats(int64_t n) { return Floats(static_cast<float*>(aligned_alloc(64, round_up(4 * n, 64)))); }
+
+// Transposes a square of vectors: interleaving the two halves log2(WIDTH) times is a transposition.
+static inline void transpose(vec (&rows)[WIDTH]) {
+    ivec low, high;
+    for (int i = 0; i < WIDTH; i++) {
+        low[i] = i / 2 + (i % 2 ? WIDTH : 0);
+        high[i] = low[i] + WIDTH / 2;
+    }
+#pragma GCC unroll 4
+    for (int step = 1; step < WIDTH; step *= 2) {
+        vec next[WIDTH];
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2; i++) {
+            next[2 * i] = __builtin_shuffle(rows[i], rows[i + WIDTH / 2], low);
+            next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + WIDTH / 2], high);
+        }
+#pragma GCC unroll 16
+        for (int i = 0; i < WIDTH; i++) rows[i] = next[i];
+    }
+}
+
+// Query rows of one request and one KV head: row i is token first + i / group, query head kv_head * group + i % group.
+struct Job {
+    int64_t request, kv_head, first, tokens;  // tokens first .. first + tokens - 1 of the batch
+    int64_t position;                         // of the first one
+    int64_t begin;                            // the earliest position that any row sees
+    int64_t end() const { return position + tokens; }
+    int64_t first_span() const { return begin / SPAN; }
+    int64_t spans() const { return (end() - 1) / SPAN + 1 - first_span(); }
+};
+
+// The softmax of some rows under way: weights are relative to e^m, l holds their sum in WIDTH parts, o the weighted values.
+struct Partial {
+    float *m, *l, *o;  // (rows), (rows, WIDTH), (rows, padded dim)
+    static int64_t size(int64_t rows, int64_t dim) { return rows * (1 + WIDTH + dim); }
+    Partial(float* memory, int64_t rows) : m(memory), l(m + rows), o(l + rows * WIDTH) {}
+    void clear(int64_t rows, int64_t dim) {
+        std::fill_n(m, rows, -INFINITY);
+        std::fill_n(l, rows * (WIDTH + dim), 0.0f);
+    }
+};
+
+struct Attention {
+    const float* q;  // (tokens, heads, dim), the last dimension contiguous
+    int64_t token_stride, head_stride;
+    const float *keys, *values;  // of this layer: (slots, kv_heads, dim)
+    float* out;                  // (tokens, heads, dim)
+    int64_t heads, kv_heads, dim;
+    float scale;
+    int64_t window;        // a token sees this many, itself included; 0: all
+    const int32_t* table;  // (any rows, table_stride)
+    int64_t table_stride, page_size;
+    const int32_t *rows, *cached, *cu_new;  // (requests), (requests), (requests + 1)
+    int64_t requests;
+
+    int64_t group() const { return heads / kv_heads; }
+    int64_t padded() const { return round_up(dim, NR); }
+    int64_t job_tokens() const { return std::max<int64_t>(1, TILE_ROWS / group()); }
+    int64_t max_rows() const { return job_tokens() * group(); }
+
+    // One thread's memory for one job at a time.
+    struct Scratch {
+        Floats memory;
+        float *query;  // packed tiles of (dim, rows)
+        float *key;    // panels of (dim, NR positions)
+        float *value;  // panels of (BLOCK positions, NR)
+        float *score;  // (rows, BLOCK)
+        explicit Scratch(const Attention& a)
+            : memory(floats(a.max_rows() * (a.dim + BLOCK) + BLOCK * (a.dim + a.padded()))),
+              query(memory.get()),
+              key(query + a.max_rows() * a.dim),
+              value(key + BLOCK * a.dim),
+              score(value + BLOCK * a.padded()) {}
+    };
+
+    std::vector<Job> jobs() const {
+        std::vector<Job> list;
+        for (int64_t r = 0; r < requests; r++)
+            for (int64_t first = cu_new[r]; first < cu_new[r + 1]; first += job_tokens()) {
+                int64_t tokens = std::min(job_tokens(), cu_new[r + 1] - first);
+                int64_t position = cached[r] + first - cu_new[r];
+                int64_t begin = window ? std::max<int64_t>(0, position - window + 1) : 0;
+                for (int64_t h = 0; h < kv_heads; h++) list.push_back({r, h, first, tokens, position, begin});
+            }
+        // Long ones first, so that the threads finish at about the same time.
+        std::stable_sort(list.begin(), list.end(), [](const Job& a, const Job& b) { return a.spans() > b.spans(); });
+        return list;
+    }
+
+    void pack_query(const Job& job, float* query) const {
+        Cut cut(job.tokens * group());
+        for (int64_t t = 0; t < cut.count; t++)
+            for (int64_t i = 0; i < cut.rows(t); i++) {
+                int64_t row = cut.begin(t) + i, head = job.kv_head * group() + row % group();
+                const float* source = q + (job.first + row / group()) * token_stride + head * head_stride;
+                for (int64_t d = 0; d < dim; d++) query[cut.begin(t) * dim + d * cut.rows(t) + i] = source[d];
+            }
+    }
+
+    // Brings keys and values of positions begin .. begin + count - 1 into panels. What no row may see is never read.
+    void gather(const Job& job, int64_t begin, int64_t count, float* key, float* value) const {
+        const int32_t* pages = table + rows[job.request] * table_stride;
+        int64_t size = kv_heads * dim;
+        const float *key_rows[BLOCK], *value_rows[BLOCK];
+        for (int64_t i = 0; i < count; i++) {
+            int64_t position = begin + i, slot = pages[position / page_size] * page_size + position % page_size;
+            bool seen = position >= job.begin;
+            key_rows[i] = seen ? keys + slot * size + job.kv_head * dim : nullptr;
+            value_rows[i] = seen ? values + slot * size + job.kv_head * dim : nullptr;
+        }
+        for (int64_t i = 0; i < count; i += WIDTH)
+            for (int64_t d = 0; d < dim; d += WIDTH) {
+                vec square[WIDTH];
+                for (int64_t j = 0; j < WIDTH; j++)
+                    square[j] = i + j < count && key_rows[i + j] ? load_some(key_rows[i + j] + d, dim - d) : vec{};
+                transpose(square);
+                for (int64_t j = 0; j < std::min<int64_t>(WIDTH, dim - d); j++)
+                    store(key + i / NR * NR * dim + (d + j) * NR + i % NR, square[j]);
+            }
+        for (int64_t i = 0; i < count; i++)
+            for (int64_t d = 0; d < padded(); d += WIDTH)
+                store(value + d / NR * NR * BLOCK + i * NR + d % NR,
+                      value_rows[i] && d < dim ? load_some(value_rows[i] + d, dim - d) : vec{});
+    }
+
+    // Turns a row of scores (count) into weights and brings m, l and o (padded) of the row up to them. It sees first .. last.
+    void soften(float* score, int64_t count, int64_t first, int64_t last, float& m, float* l, float* o) const {
+        vec highest = splat(m);
+        ivec index;
+        for (int i = 0; i < WIDTH; i++) index[i] = i;
+        for (int64_t i = 0; i < count; i += WIDTH, index += WIDTH) {
+            vec s = load(score + i) * splat(scale);
+            s = (index >= (int32_t)first) & (index <= (int32_t)last) ? s : splat(-INFINITY);
+            store(score + i, s);
+            highest = maximum(highest, s);
+        }
+        float new_m = maximum(highest);
+        // Until a row has seen a position, take any number for its maximum but not infinity, whose difference is NaN.
+        vec base = splat(new_m == -INFINITY ? 0.0f : new_m), sum = load(l);
+        if (new_m != m) {
+            vec decay = exp(splat(m) - base);
+            sum *= decay;
+            for (int64_t d = 0; d < padded(); d += WIDTH) store(o + d, load(o + d) * decay);
+        }
+        for (int64_t i = 0; i < count; i += WIDTH) {
+            vec p = exp(load(score + i) - base);
+            store(score + i, p);
+            sum += p;
+        }
+        store(l, sum);
+        m = new_m;
+    }
+
+    void attend(const Job& job, int64_t span, const Scratch& s, Partial part) const {
+        int64_t job_rows = job.tokens * group();
+        Cut cut(job_rows);
+        part.clear(job_rows, padded());
+        int64_t begin = std::max(span * SPAN, job.begin / BLOCK * BLOCK), end = std::min((span + 1) * SPAN, job.end());
+        for (int64_t block = begin; block < end; block += BLOCK) {
+            int64_t count = std::min(BLOCK, end - block);
+            gather(job, block, count, s.key, s.value);
+            for (int64_t column = 0; column < count; column += NR)
+                for (int64_t t = 0; t < cut.count; t++)
+                    PACKED_TILES[cut.rows(t)](dim, s.query + cut.begin(t) * dim, s.key + column * dim,
+                                              s.score + cut.begin(t) * BLOCK + column, BLOCK, false);
+            for (int64_t i = 0; i < job_rows; i++) {
+                int64_t last = job.position + i / group() - block, first = window ? last - window + 1 : 0;
+                soften(s.score + i * BLOCK, count, first, last, part.m[i], part.l + i * WIDTH, part.o + i * padded());
+            }
+            for (int64_t column = 0; column < padded(); column += NR)
+                for (int64_t t = 0; t < cut.count; t++)
+                    SCORE_TILES[cut.rows(t)](count, s.score + cut.begin(t) * BLOCK, s.value + column * BLOCK,
+                                             part.o + cut.begin(t) * padded() + column, padded(), true);
+        }
+    }
+
+    // total = total and then part; with nothing in one of them, the other bit for bit.
+    void merge(int64_t job_rows, Partial total, Partial part) const {
+        for (int64_t i = 0; i < job_rows; i++) {
+            float m = std::max(total.m[i], part.m[i]);
+            if (m == -INFINITY) continue;
+            vec a = exp(splat(total.m[i] - m)), b = exp(splat(part.m[i] - m));
+            auto add = [&](float* to, const float* from) { store(to, fma(load(from), b, load(to) * a)); };
+            add(total.l + i * WIDTH, part.l + i * WIDTH);
+            for (int64_t d = i * padded(); d < (i + 1) * padded(); d += WIDTH) add(total.o + d, part.o + d);
+            total.m[i] = m;
+        }
+    }
+
+    void finish(const Job& job, Partial total) const {
+        for (int64_t i = 0; i < job.tokens * group(); i++) {
+            vec scale = splat(1.0f / sum(load(total.l + i * WIDTH)));
+            float* to = out + ((job.first + i / group()) * heads + job.kv_head * group() + i % group()) * dim;
+            for (int64_t d = 0; d < dim; d += WIDTH)
+                store_some(to + d, load(total.o + i * padded() + d) * scale, dim - d);
+        }
+    }
+
+    void run(int threads) const {
+        std::vector<Job> list = jobs();
+        if (list.empty()) return;
+        int64_t longest = list.front().spans();
+        if (threads > 1 && longest > 1 && (int64_t)list.size() < 4 * threads)
+            run_by_span(list, longest, threads);
+        else
+            run_by_job(list, threads);
+    }
+
+    void run_by_job(const std::vector<Job>& list, int threads) const {
+        int64_t size = Partial::size(max_rows(), padded());
+#pragma omp parallel num_threads(threads)
+        {
+            Scratch scratch(*this);
+            Floats memory = floats(2 * size);
+#pragma omp for schedule(dynamic)
+            for (size_t j = 0; j < list.size(); j++) {
+                const Job& job = list[j];
+                int64_t job_rows = job.tokens * group();
+                Partial total(memory.get(), job_rows), part(memory.get() + size, job_rows);
+                total.clear(job_rows, padded());
+                pack_query(job, scratch.query);
+                for (int64_t s = 0; s < job.spans(); s++) {
+                    attend(job, job.first_span() + s, scratch, part);
+                    merge(job_rows, total, part);
+                }
+                finish(job, total);
+            }
+        }
+    }
+
+    // For fewer jobs than keep the threads busy: `wave` spans of each job at once, then their merge in order.
+    void run_by_span(const std::vector<Job>& list, int64_t longest, int threads) const {
+        int64_t count = list.size(), wave = std::min<int64_t>(longest, (8 * threads + count - 1) / count);
+        int64_t size = Partial::size(max_rows(), padded());
+        Floats memory = floats(count * (wave + 1) * size);
+        auto partial = [&](int64_t job, int64_t i) {
+            return Partial(memory.get() + (job * (wave + 1) + i) * size, list[job].tokens * group());
+        };
+#pragma omp parallel num_threads(threads)
+        {
+            Scratch scratch(*this);
+            for (int64_t base = 0; base < longest; base += wave) {
+#pragma omp for schedule(dynamic)
+                for (int64_t unit = 0; unit < count * wave; unit++) {
+                    int64_t j = unit / wave, i = unit % wave;
+                    if (base + i >= list[j].spans()) continue;
+                    pack_query(list[j], scratch.query);
+                    attend(list[j], list[j].first_span() + base + i, scratch, partial(j, i));
+                }
+#pragma omp for schedule(static)
+                for (int64_t j = 0; j < count; j++) {
+                    int64_t job_rows = list[j].tokens * group();
+                    if (base == 0) partial(j, wave).clear(job_rows, padded());
+                    for (int64_t i = 0; i < std::min(wave, list[j].spans() - base); i++)
+                        merge(job_rows, partial(j, wave), partial(j, i));
+                    if (base + wave >= longest) finish(list[j], partial(j, wave));
+                }
+            }
+        }
+    }
+};
