@@ -1,0 +1,414 @@
+"""Attention of one new token per request over its pages: bound by reading the KV cache once.
+
+The query heads of one KV head are the rows of a matrix product on the tensor cores. The work is shared as
+:mod:`.decode_plan` says; a softmax over a part of the tokens is kept as (maximum, sum, weighted values), and parts are
+merged as in flash decoding (Dao et al., 2023). Exponentials are to the base 2, with log2(e) in the scale.
+
+Fused, the kernel starts from the qkv projection: every program normalises and rotates the query heads it needs, and the
+one with the end of the request puts the new K and V into the pool before it reads them back.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+from .decode_plan import Cut, plan_size, window_start
+from .launch import launch, num_sms, power_of_2, wait_for_previous
+from .rope import norm_rope
+
+if TYPE_CHECKING:
+    from ...attention.base import AttentionSpec
+
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeConfig:
+    """Launch parameters: tokens of a tile, programs per multiprocessor, warps and pipeline stages."""
+
+    tile: int
+    programs_per_sm: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
+    """Tiles of K and V of about 16 KiB each; several programs per multiprocessor keep enough loads in flight."""
+    row = power_of_2(head_dim) * itemsize
+    tile = max(16, min(128, 16384 // row))
+    return DecodeConfig(tile=tile, programs_per_sm=2, num_warps=4, num_stages=3)
+
+
+@triton.jit
+def page_slots(table, tile, high, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Slots (TILE) int32 of the tokens from ``tile`` on, of page 0 from ``high`` on."""
+    if PAGE % TILE == 0:
+        page = tl.load(table + tile // PAGE, mask=tile < high, other=0)
+        return page * PAGE + tile % PAGE + tl.arange(0, TILE)
+    token = tile + tl.arange(0, TILE)
+    return tl.load(table + token // PAGE, mask=token < high, other=0) * PAGE + token % PAGE
+
+
+@triton.jit
+def _merge_parts(
+    partial_ptr,
+    stats_ptr,
+    first_slot,
+    slot_step,
+    slot_skip,
+    num_parts,
+    GROUP: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    """The attention of one request and KV head from its parts, in their order: (GROUP_POW2, BLOCK_D) float32.
+
+    Part p is in the slot first_slot + p * slot_step, from the second part on minus slot_skip.
+    """
+    g = tl.arange(0, GROUP_POW2)
+    d = tl.arange(0, BLOCK_D)
+    top = tl.full((GROUP_POW2,), float("-inf"), tl.float32)
+    total = tl.zeros((GROUP_POW2,), tl.float32)
+    out = tl.zeros((GROUP_POW2, BLOCK_D), tl.float32)
+    for start in range(0, num_parts, BLOCK_P):
+        part = start + tl.arange(0, BLOCK_P)
+        slot = first_slot + part * slot_step - tl.where(part > 0, slot_skip, 0)
+        mask = (part < num_parts)[:, None] & (g < GROUP)[None, :]
+        place = slot[:, None] * GROUP + g[None, :]
+        # Other programs wrote these: past the L1 cache, which may hold what an earlier launch left there.
+        part_top = tl.load(stats_ptr + place * 2, mask=mask, other=float("-inf"), cache_modifier=".cg")
+        part_total = tl.load(stats_ptr + place * 2 + 1, mask=mask, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + place[:, :, None] * HEAD_DIM + d[None, None, :],
+            mask=mask[:, :, None] & (d < HEAD_DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(part_top, axis=0))
+        new_top = tl.where(g < GROUP, new_top, 0.0)
+        keep = tl.exp2(top - new_top)
+        weight = tl.exp2(part_top - new_top[None, :])
+        total = total * keep + tl.sum(part_total * weight, axis=0)
+        out = out * keep[:, None] + tl.sum(values * weight[:, :, None], axis=0)
+        top = new_top
+    return out / tl.where(g < GROUP, total, 1.0)[:, None]
+
+
+@triton.jit(
+    do_not_specialize=["num_requests"],
+    do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "slots_ptr"],
+)
+def _decode_kernel(
+    q_ptr,  # FUSED: qkv (B, (Hq + 2 Hkv) * D), else q (B, Hq, D)
+    q_stride,
+    k_pool_ptr,
+    v_pool_ptr,
+    table_ptr,
+    table_stride,
+    rows_ptr,
+    seq_lens_ptr,
+    slots_ptr,
+    cos_sin_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    eps,
+    plan_ptr,
+    partial_ptr,
+    stats_ptr,
+    counter_ptr,
+    out_ptr,
+    num_requests,
+    num_programs,
+    num_slots,
+    scale,
+    NUM_KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUP_POW2: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FIXED: tl.constexpr,
+    FUSED: tl.constexpr,
+    ROTARY_DIM: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    heads: tl.constexpr = NUM_KV_HEADS * GROUP
+    g = tl.arange(0, BLOCK_G)  # A matrix product has 16 rows at least; GROUP of them are real.
+    d = tl.arange(0, BLOCK_D)
+    in_head = d < HEAD_DIM
+    kv_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+
+    # Not written by the kernel right before this one, so it need not be waited for.
+    total = tl.load(plan_ptr)
+    busy = tl.load(plan_ptr + 1)
+    request = tl.load(plan_ptr + 3 + num_requests + program)
+    unit = program * total // busy
+    last_unit = tl.where(program < busy, (program + 1) * total // busy, unit)
+    wait_for_previous(PDL)
+    while unit < last_unit:
+        first = tl.load(plan_ptr + 2 + request)
+        end = tl.load(plan_ptr + 3 + request)
+        stop = tl.minimum(last_unit, end)
+        if FIXED:
+            stop = unit + 1
+        length = tl.load(seq_lens_ptr + request)
+        row = tl.load(rows_ptr + request)
+        start = window_start(length, WINDOW)
+        low = start // TILE * TILE + (unit - first) * (UNIT * TILE)
+        high = tl.minimum(start // TILE * TILE + (stop - first) * (UNIT * TILE), length)
+
+        head_mask = g[:, None] < GROUP
+        if FUSED:
+            angles = cos_sin_ptr + (length - 1) * ROTARY_DIM
+            qkv = q_ptr + request.to(tl.int64) * q_stride
+            q = norm_rope(
+                qkv + (kv_head * GROUP + g[:, None]) * HEAD_DIM,
+                head_mask,
+                q_norm_ptr,
+                angles,
+                eps,
+                HEAD_DIM,
+                BLOCK_D,
+                ROTARY_DIM,
+                HAS_NORM,
+            )
+            if stop == end:
+                one = tl.zeros((1, 1), tl.int32)
+                k_new = norm_rope(
+                    qkv + (heads + kv_head) * HEAD_DIM + one,
+                    one == 0,
+                    k_norm_ptr,
+                    angles,
+                    eps,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    ROTARY_DIM,
+                    HAS_NORM,
+                )
+                v_new = tl.load(qkv + (heads + NUM_KV_HEADS + kv_head) * HEAD_DIM + d, mask=in_head, other=0.0)
+                new = tl.load(slots_ptr + request).to(tl.int64) * kv_stride + kv_head * HEAD_DIM
+                tl.store(k_pool_ptr + new + d[None, :], k_new, mask=in_head[None, :])
+                tl.store(v_pool_ptr + new + d, v_new, mask=in_head)
+                tl.debug_barrier()
+        else:
+            query = request.to(tl.int64) * q_stride + (kv_head * GROUP + g[:, None]) * HEAD_DIM
+            q = tl.load(q_ptr + query + d[None, :], mask=head_mask & in_head[None, :], other=0.0)
+
+        top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        weight_sum = tl.zeros((BLOCK_G,), tl.float32)
+        acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        table = table_ptr + row.to(tl.int64) * table_stride
+        # Where a tile lies is looked up one tile ahead, so that its loads never wait for an address.
+        slot = page_slots(table, low, high, PAGE, TILE)
+        for tile in range(low, high, TILE):
+            token = tile + tl.arange(0, TILE)
+            valid = (token < high) & (token >= start)
+            place = slot.to(tl.int64)[:, None] * kv_stride + kv_head * HEAD_DIM + d[None, :]
+            mask = valid[:, None] & in_head[None, :]
+            k = tl.load(k_pool_ptr + place, mask=mask, other=0.0)
+            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.where(valid[None, :], score, float("-inf"))
+            new_top = tl.maximum(top, tl.max(score, axis=1))
+            keep = tl.exp2(top - new_top)
+            weight = tl.exp2(score - new_top[:, None])
+            weight_sum = weight_sum * keep + tl.sum(weight, axis=1)
+            v = tl.load(v_pool_ptr + place, mask=mask, other=0.0)
+            acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+            top = new_top
+            slot = page_slots(table, tile + TILE, high, PAGE, TILE)
+
+        # Which part of its request this is, and where the parts lie.
+        if FIXED:
+            parts = end - first
+            part = unit - first
+            first_slot = first
+            slot_step = 1
+            slot_skip = 0
+        else:
+            # A program has two slots: one for a request that began before it, one for a request that begins in it.
+            lowest = ((first + 1) * busy - 1) // total
+            parts = (end * busy - 1) // total - lowest + 1
+            part = program - lowest
+            first_slot = lowest * 2 + 1
+            slot_step = 2
+            slot_skip = 1
+        out = out_ptr + (request.to(tl.int64) * heads + kv_head * GROUP) * HEAD_DIM
+        if parts == 1:
+            result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out + g[:, None] * HEAD_DIM + d[None, :], result, mask=head_mask & in_head[None, :])
+        else:
+            base = kv_head * num_slots
+            own = (base + first_slot + part * slot_step - tl.where(part > 0, slot_skip, 0)) * GROUP + g
+            mine = partial_ptr + own[:, None] * HEAD_DIM + d[None, :]
+            tl.store(mine, acc, mask=head_mask & in_head[None, :])
+            tl.store(stats_ptr + own * 2, top, mask=g < GROUP)
+            tl.store(stats_ptr + own * 2 + 1, weight_sum, mask=g < GROUP)
+            # All threads have written before one of them announces it.
+            tl.debug_barrier()
+            counter = counter_ptr + request * NUM_KV_HEADS + kv_head
+            finished = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if finished == parts - 1:
+                merged = _merge_parts(
+                    partial_ptr,
+                    stats_ptr,
+                    base + first_slot,
+                    slot_step,
+                    slot_skip,
+                    parts,
+                    GROUP,
+                    GROUP_POW2,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_P,
+                )
+                gg = tl.arange(0, GROUP_POW2)[:, None]
+                real = (gg < GROUP) & in_head[None, :]
+                tl.store(out + gg * HEAD_DIM + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=real)
+                tl.store(counter, 0)  # for the next layer
+        unit = stop
+        if stop == end:
+            request += 1
+
+
+class DecodeWorkspace:
+    """Buffers at fixed addresses, shared by all layers and steps of one stream.
+
+    ``max_tokens`` bounds the tokens that all requests of a step hold together; only ``fixed`` needs memory for it.
+    """
+
+    def __init__(
+        self,
+        max_requests: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        fixed: bool = False,
+        max_tokens: int = 0,
+        config: DecodeConfig | None = None,
+    ) -> None:
+        self.config = config or decode_config(head_dim, dtype.itemsize)
+        self.fixed = fixed
+        programs = num_sms(device) * self.config.programs_per_sm
+        self.num_programs = max(1, programs // num_kv_heads)
+        unit = 512 // self.config.tile if fixed else 1
+        self.unit = max(1, unit)
+        self.num_slots = 2 * self.num_programs
+        if fixed:
+            self.num_slots = max_tokens // (self.unit * self.config.tile) + 2 * max_requests
+        slots = num_kv_heads * self.num_slots * (num_heads // num_kv_heads)
+        self.partial = torch.empty((slots, head_dim), dtype=torch.float32, device=device)
+        self.stats = torch.empty((slots, 2), dtype=torch.float32, device=device)
+        # Zero between launches: the program that merges puts its counter back.
+        self.counters = torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device)
+        self._plan_size = plan_size(max_requests, self.num_programs)
+        self._plans: dict[int, torch.Tensor] = {}
+        self._device = device
+
+    def cut(self, window: int | None) -> Cut:
+        """How to cut layers of that sliding window."""
+        return Cut(self.config.tile, self.unit, 1, self.fixed, window or 0)
+
+    def plan(self, window: int | None) -> torch.Tensor:
+        """The plan of layers of that sliding window, one buffer for each window."""
+        key = window or 0
+        if key not in self._plans:
+            self._plans[key] = torch.empty(self._plan_size, dtype=torch.int32, device=self._device)
+        return self._plans[key]
+
+
+@dataclass(frozen=True, slots=True)
+class FusedQKV:
+    """What the fused kernel does before it attends: norm, rope, and storing at ``slots`` (B)."""
+
+    qkv: torch.Tensor
+    slots: torch.Tensor
+
+
+def decode_attention(
+    q: torch.Tensor | FusedQKV,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    page_table: torch.Tensor,
+    rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    spec: "AttentionSpec",
+    workspace: DecodeWorkspace,
+    out: torch.Tensor,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Attends for the last token of each of B requests, whose plan is in ``workspace.plan(spec.sliding_window)``.
+
+    ``q`` is (B, Hq, D) with contiguous heads, its K and V being in the pool already, or a :class:`FusedQKV`. ``k_pool``
+    and ``v_pool`` are (pages, page_size, Hkv, D), contiguous; ``rows`` and ``seq_lens`` (B) int32; ``out`` (B, Hq * D),
+    contiguous. Every length is at least 1, that of padding too. With ``pdl`` the kernel right before this one must not be
+    the one that made the plan.
+    """
+    fused = q if isinstance(q, FusedQKV) else None
+    source = fused.qkv if fused else q
+    assert isinstance(source, torch.Tensor)
+    config = workspace.config
+    group = spec.num_heads // spec.num_kv_heads
+    block_d = power_of_2(spec.head_dim)
+    group_pow2 = power_of_2(group)
+    launch(
+        _decode_kernel,
+        (spec.num_kv_heads, workspace.num_programs),
+        source,
+        source.stride(0),
+        k_pool,
+        v_pool,
+        page_table,
+        page_table.stride(0),
+        rows,
+        seq_lens,
+        fused.slots if fused else None,
+        spec.cos_sin if fused else None,
+        spec.q_norm if fused else None,
+        spec.k_norm if fused else None,
+        spec.norm_eps,
+        workspace.plan(spec.sliding_window),
+        workspace.partial,
+        workspace.stats,
+        workspace.counters,
+        out,
+        seq_lens.shape[0],
+        workspace.num_programs,
+        workspace.num_slots,
+        spec.scale * LOG2_E,
+        NUM_KV_HEADS=spec.num_kv_heads,
+        GROUP=group,
+        GROUP_POW2=group_pow2,
+        BLOCK_G=max(16, group_pow2),
+        HEAD_DIM=spec.head_dim,
+        BLOCK_D=block_d,
+        PAGE=k_pool.shape[1],
+        TILE=config.tile,
+        UNIT=workspace.unit,
+        WINDOW=spec.sliding_window or 0,
+        FIXED=workspace.fixed,
+        FUSED=fused is not None,
+        ROTARY_DIM=spec.rotary_dim if fused else 0,
+        HAS_NORM=fused is not None and spec.q_norm is not None,
+        BLOCK_P=max(2, 4096 // (group_pow2 * block_d)),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        pdl=pdl,
+    )

@@ -1,0 +1,108 @@
+"""How decode attention cuts a step into equal shares, planned on the device so that a CUDA graph can hold it.
+
+The tokens that a request attends to are cut into tiles, some tiles make a unit, and the units of all requests lie in
+one line. G programs (for each KV head) share the line equally, wherever the borders of requests fall:
+
+    requests    |  0  |     1     |        2        | 3 |
+    units       | . . | . . . . . | . . . . . . . . | . |
+    programs    |    0    |    1    |    2    |    3    |
+
+Program 1 here has a part of request 1 and a part of request 2. Parts of the same request are merged by the program
+that finishes last. So the work is balanced for any mix of lengths, and one long request fills the device as well as
+many short ones do.
+
+With ``fixed`` every unit is a part of its own: what is added up in which order then depends on the request alone, so
+its result is, bit for bit, the same whatever runs beside it. That costs a little more merging.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch, power_of_2, wait_for_previous
+
+HEADER = 2
+"""The plan begins with the number of units and of programs that have work. The first unit of each request follows (B + 1),
+then the first request of each program (G)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Tokens of a tile, tiles of a unit, the fewest units that are worth a program, and the sliding window (0: none)."""
+
+    tile: int
+    unit: int
+    min_units: int
+    fixed: bool
+    window: int
+
+
+@triton.jit
+def window_start(length, WINDOW: tl.constexpr):
+    """The first token that the last one of ``length`` sees."""
+    if WINDOW > 0:
+        return tl.maximum(length - WINDOW, 0)
+    return length * 0
+
+
+@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+def _plan_kernel(
+    plan_ptr,
+    seq_lens_ptr,
+    num_requests,
+    num_programs,
+    TILE: tl.constexpr,
+    UNIT: tl.constexpr,
+    MIN_UNITS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    request = tl.arange(0, BLOCK_B)
+    wait_for_previous(PDL)
+    length = tl.load(seq_lens_ptr + request, mask=request < num_requests, other=0)
+    tiles = tl.cdiv(length, TILE) - window_start(length, WINDOW) // TILE
+    units = tl.cdiv(tiles, UNIT)
+    ends = tl.cumsum(units, 0)
+    total = tl.sum(units, 0)
+    busy = tl.minimum(tl.maximum(total // MIN_UNITS, 1), num_programs)
+    tl.store(plan_ptr, total)
+    tl.store(plan_ptr + 1, busy)
+    tl.store(plan_ptr + 2, 0)
+    tl.store(plan_ptr + 3 + request, ends, mask=request < num_requests)
+    first_ptr = plan_ptr + 3 + num_requests
+    for start in range(0, num_programs, BLOCK_G):
+        program = start + tl.arange(0, BLOCK_G)
+        unit = program * total // busy
+        done = tl.sum((ends[None, :] <= unit[:, None]).to(tl.int32), axis=1)
+        tl.store(first_ptr + program, done, mask=program < num_programs)
+
+
+def plan_size(num_requests: int, num_programs: int) -> int:
+    """int32 elements of a plan."""
+    return HEADER + 1 + num_requests + num_programs
+
+
+def plan_decode(plan: torch.Tensor, seq_lens: torch.Tensor, num_programs: int, cut: Cut, *, pdl: bool = False) -> None:
+    """Fills ``plan`` (:func:`plan_size`, int32) for requests of ``seq_lens`` (B) int32 tokens."""
+    size = seq_lens.shape[0]
+    launch(
+        _plan_kernel,
+        (1,),
+        plan,
+        seq_lens,
+        size,
+        num_programs,
+        TILE=cut.tile,
+        UNIT=cut.unit,
+        MIN_UNITS=cut.min_units,
+        WINDOW=cut.window,
+        BLOCK_B=power_of_2(size),
+        BLOCK_G=16,
+        num_warps=4,
+        pdl=pdl,
+    )

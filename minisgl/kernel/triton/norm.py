@@ -1,0 +1,102 @@
+"""RMS norm, alone or with the addition to the residual stream before it. Memory-bound: one read, one write.
+
+The reference is :class:`minisgl.layers.ops.Ops`: float32 inside, rounded to the type of ``x`` before the weight.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch, power_of_2, wait_for_previous
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    num_rows,
+    inner,  # rows of x come in groups of `inner`, `inner_stride` apart
+    outer_stride,
+    inner_stride,
+    residual_stride,
+    eps,
+    N: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    cols = tl.arange(0, BLOCK_N)
+    weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0)
+    wait_for_previous(PDL)
+    rows64 = rows.to(tl.int64)
+    mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
+    offset = (rows64 // inner) * outer_stride + (rows64 % inner) * inner_stride
+    x = tl.load(x_ptr + offset[:, None] + cols[None, :], mask=mask, other=0.0)
+    if ADD:
+        place = residual_ptr + rows64[:, None] * residual_stride + cols[None, :]
+        x = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + x.to(tl.float32)).to(x.dtype)
+        tl.store(place, x, mask=mask)
+    wide = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
+    normed = (wide * scale[:, None]).to(x.dtype) * weight[None, :]
+    tl.store(out_ptr + rows64[:, None] * N + cols[None, :], normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
+    """RMS norm over the last dimension of ``x``, which is contiguous; ``x`` has 2 or 3 dimensions of any strides else."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    inner = x.shape[1] if x.dim() == 3 else 1
+    strides = (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), 0)
+    _launch(x, None, weight, out, inner, strides, eps, pdl)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``residual += x`` in place, and its norm. ``x`` and ``residual`` are (T, N). Returns (norm, residual)."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, residual, weight, out, 1, (x.stride(0), 0), eps, pdl)
+    return out, residual
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    inner: int,
+    strides: tuple[int, int],
+    eps: float,
+    pdl: bool,
+) -> None:
+    size = x.shape[-1]
+    rows = out.numel() // size if size else 0
+    if rows == 0:
+        return
+    block = power_of_2(size)
+    block_rows = max(1, 2048 // block)
+    launch(
+        _rms_norm_kernel,
+        (triton.cdiv(rows, block_rows),),
+        x,
+        residual,
+        weight,
+        out,
+        rows,
+        inner,
+        *strides,
+        0 if residual is None else residual.stride(0),
+        eps,
+        N=size,
+        BLOCK_N=block,
+        BLOCK_ROWS=block_rows,
+        ADD=residual is not None,
+        num_warps=8 if block >= 4096 else 4,
+        pdl=pdl,
+    )

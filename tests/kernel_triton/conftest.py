@@ -1,0 +1,27 @@
+"""Kernels run on the GPU where there is one, else in Triton's interpreter on small CPU tensors."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    """Fresh inputs in every run: what holds for one seed only does not hold. The seed is shown when a test fails."""
+    generator = torch.Generator()
+    print("seed", generator.seed())
+    return generator
