@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..core import Batch, Int32
+from ..core import Int32
 
 
 @dataclass(slots=True)
@@ -76,46 +76,6 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return self.input_ids.shape[0]
-
-    @classmethod
-    def from_batch(cls, batch: Batch, page_table: torch.Tensor, page_size: int) -> ForwardBatch:
-        """The tensors of ``batch`` on the device of ``page_table``, whose updates must have been applied already.
-
-        Everything that the host knows travels in one copy; slots are computed where the table is. ``input_ids`` may
-        still hold ``PENDING``: the engine fills those in.
-        """
-        host = HostPlan.of(batch.cached, batch.new)
-        size, tokens = batch.size, batch.num_tokens
-        cu_new = np.zeros(size + 1, np.int32)
-        np.cumsum(batch.new, out=cu_new[1:])
-        token_rows = np.repeat(batch.rows, batch.new)
-        positions = np.arange(tokens, dtype=np.int32) + np.repeat(batch.cached - cu_new[:-1], batch.new)
-        last = cu_new[1:][batch.sampling.index] - 1
-        parts = (
-            batch.rows,
-            batch.cached,
-            batch.cached + batch.new,
-            cu_new,
-            batch.input_ids,
-            positions,
-            token_rows,
-            last,
-        )
-        packed = torch.from_numpy(np.concatenate(parts, dtype=np.int32)).to(page_table.device, non_blocking=True)
-        rows, cached, seq_lens, cu, input_ids, pos, token_row, logit_index = packed.split([len(p) for p in parts])
-        return cls(
-            input_ids=input_ids,
-            positions=pos,
-            slots=token_slots(page_table, token_row, pos, page_size),
-            rows=rows,
-            cached=cached,
-            seq_lens=seq_lens,
-            cu_new=cu,
-            page_table=page_table,
-            page_size=page_size,
-            host=host,
-            logit_index=None if len(last) == tokens else logit_index.long(),
-        )
 
 
 def token_slots(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..distributed.communicator import Communicator
+from .loading import Storage
 from .ops import Ops
 from .weight import Pack
 
@@ -23,6 +24,6 @@ class BuildContext:
     moe_backend: str
     max_positions: int
 
-    def empty(self, *shape: int) -> torch.nn.Parameter:
-        """Storage for a weight that is loaded later."""
-        return torch.nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def storage(self, *shape: int) -> Storage:
+        """For a weight that is loaded later."""
+        return Storage(shape, self.dtype, self.device)

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import torch
 
+from ..kernel.cpu import CpuKernels
+from ..kernel.cpu import load as load_cpu_kernels
 from .ops import Ops
 from .weight import Pack, PlainWeight
 
 
+class CpuOps(Ops):
+    """The compiled kernels, float32. Rope is torch's here: the CPU attention backend has it in a kernel of its own."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self.kernels = kernels
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return self.kernels.rms_norm(x, weight, eps)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.kernels.add_rms_norm(x, residual, weight, eps)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return self.kernels.silu_and_mul(x)
+
+
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    return Ops()
+    kernels = _cpu_kernels(device, dtype)
+    return Ops() if kernels is None else CpuOps(kernels)
 
 
 def make_pack(device: torch.device, dtype: torch.dtype) -> Pack:
-    return PlainWeight
+    kernels = _cpu_kernels(device, dtype)
+    return PlainWeight if kernels is None else kernels.pack
+
+
+def _cpu_kernels(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
+    return load_cpu_kernels() if device.type == "cpu" and dtype == torch.float32 else None

@@ -27,17 +27,16 @@ class VocabParallel(LoadedModule, nn.Module):
         rows = -(-vocab_size // self.comm.world_size)
         start = min(self.comm.rank * rows, vocab_size)
         self.shard = Shard(vocab_size, start, min(rows, vocab_size - start))
-        self.weight: nn.Parameter | None = context.empty(rows, hidden_size)
+        self.weight = context.storage(rows, hidden_size)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        assert self.weight is not None
-        yield f"{prefix}.weight", Target.of(self.weight[: self.shard.size], self.shard, Shard.whole(self.hidden_size))
+        rows = slice(0, self.shard.size)
+        yield f"{prefix}.weight", Target.of(self.weight, rows, self.shard, Shard.whole(self.hidden_size))
 
     def finalize(self) -> None:
-        assert self.weight is not None
-        self.weight[self.shard.size :].zero_()
-        self.product = self.pack(self.weight, None)
-        self.weight = None
+        weight = self.weight.take()
+        weight[self.shard.size :].zero_()
+        self.product = self.pack(weight, None)
 
 
 class Embedding(VocabParallel):
@@ -73,4 +72,4 @@ class TiedHead(nn.Module):
 def gather_logits(matrix: VocabParallel, hidden: torch.Tensor) -> torch.Tensor:
     """The product of ``hidden`` (S, hidden_size) with all rows of the vocabulary, those of other ranks included."""
     local = matrix.product.matmul(hidden)
-    return matrix.comm.all_gather(local)[:, : matrix.vocab_size]
+    return matrix.comm.all_gather(local)[:, : matrix.vocab_size].contiguous()

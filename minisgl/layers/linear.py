@@ -34,25 +34,22 @@ class Linear(LoadedModule, nn.Module):
         self.parts = parts
         self.pack = context.pack
         outputs = sum(part.size for part in parts.values())
-        self.weight: nn.Parameter | None = context.empty(outputs, inputs.size)
-        self.bias: nn.Parameter | None = context.empty(outputs) if bias else None
+        self.weight = context.storage(outputs, inputs.size)
+        self.bias = context.storage(outputs) if bias else None
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        assert self.weight is not None
         parent = prefix.rpartition(".")[0]
         start = 0
         for part, shard in self.parts.items():
             name = f"{parent}.{part}" if part else prefix
             rows = slice(start, start + shard.size)
-            yield f"{name}.weight", Target.of(self.weight[rows], shard, self.inputs)
+            yield f"{name}.weight", Target.of(self.weight, rows, shard, self.inputs)
             if self.bias is not None:
-                yield f"{name}.bias", Target.of(self.bias[rows], shard)
+                yield f"{name}.bias", Target.of(self.bias, rows, shard)
             start += shard.size
 
     def finalize(self) -> None:
-        assert self.weight is not None
-        self.product = self.pack(self.weight, self.bias)
-        self.weight = self.bias = None  # The product has them, in its own format.
+        self.product = self.pack(self.weight.take(), self.bias.take() if self.bias else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product.matmul(x)

@@ -14,18 +14,49 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+class Storage:
+    """A weight on its way from the checkpoint to the format it is used in.
+
+    It takes memory when its first part is loaded and gives it away when the last one is, so that a model which repacks
+    its weights never holds much of them twice.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.device = device
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        if self._tensor is None:
+            self._tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        return self._tensor
+
+    def take(self) -> torch.Tensor:
+        """The tensor, which is the caller's alone from now on."""
+        tensor, self._tensor = self.tensor, None
+        return tensor
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """``dest`` takes ``source[index]`` of a checkpoint tensor of ``shape``: this rank's shard of it."""
+    """``storage.tensor[region]`` takes ``source[index]`` of a checkpoint tensor of ``shape``: the shard of this rank."""
 
-    dest: torch.Tensor
+    storage: Storage
+    region: tuple[slice | int, ...]
     shape: tuple[int, ...]
     index: tuple[slice, ...]
 
     @classmethod
-    def of(cls, dest: torch.Tensor, *shards: Shard) -> Target:
-        """One shard for each dimension."""
-        return cls(dest, tuple(s.total for s in shards), tuple(s.slice for s in shards))
+    def of(cls, storage: Storage, region: slice | tuple[slice | int, ...], *shards: Shard) -> Target:
+        """One shard for each dimension of the checkpoint's tensor. ``region`` may leave out trailing dimensions."""
+        where = region if isinstance(region, tuple) else (region,)
+        return cls(storage, where, tuple(s.total for s in shards), tuple(s.slice for s in shards))
+
+    @property
+    def dest(self) -> torch.Tensor:
+        return self.storage.tensor[self.region]
 
 
 class LoadedModule:
@@ -37,6 +68,7 @@ class LoadedModule:
 
     def finalize(self) -> None:
         """Called once when all targets of the module are filled, before its first forward pass."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)

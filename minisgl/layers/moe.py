@@ -53,25 +53,21 @@ class ExpertWeights(LoadedModule, nn.Module):
         self.hidden = Shard.whole(hidden_size)
         self.inner = Shard.of(config.intermediate_size, context.comm.rank, context.comm.world_size)
         self.num_experts = config.num_experts
-        self.gate_up: nn.Parameter | None = context.empty(config.num_experts, 2 * self.inner.size, hidden_size)
-        self.down: nn.Parameter | None = context.empty(config.num_experts, hidden_size, self.inner.size)
+        self.gate_up = context.storage(config.num_experts, 2 * self.inner.size, hidden_size)
+        self.down = context.storage(config.num_experts, hidden_size, self.inner.size)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        assert self.gate_up is not None
-        assert self.down is not None
+        inner, hidden = self.inner, self.hidden
+        gate, up = slice(0, inner.size), slice(inner.size, 2 * inner.size)
         for expert in range(self.num_experts):
             name = f"{prefix}.{expert}"
-            gate, up = self.gate_up[expert].chunk(2)
-            yield f"{name}.gate_proj.weight", Target.of(gate, self.inner, self.hidden)
-            yield f"{name}.up_proj.weight", Target.of(up, self.inner, self.hidden)
-            yield f"{name}.down_proj.weight", Target.of(self.down[expert], self.hidden, self.inner)
+            yield f"{name}.gate_proj.weight", Target.of(self.gate_up, (expert, gate), inner, hidden)
+            yield f"{name}.up_proj.weight", Target.of(self.gate_up, (expert, up), inner, hidden)
+            yield f"{name}.down_proj.weight", Target.of(self.down, (expert,), hidden, inner)
 
     def finalize(self) -> None:
-        assert self.gate_up is not None
-        assert self.down is not None
         backend = experts_class(self.context.moe_backend)
-        self.product = backend(self.gate_up, self.down, self.context.ops, self.context.pack)
-        self.gate_up = self.down = None
+        self.product = backend(self.gate_up.take(), self.down.take(), self.context.ops, self.context.pack)
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         return self.product.forward(x, weights, experts)

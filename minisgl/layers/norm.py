@@ -19,10 +19,15 @@ class RMSNorm(LoadedModule, nn.Module):
         super().__init__()
         self.eps = eps
         self.ops = context.ops
-        self.weight = context.empty(size)
+        self.storage = context.storage(size)
+        self.weight = self.storage.tensor  # Attention backends hold on to those of q and k.
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
-        yield f"{prefix}.weight", Target.of(self.weight, Shard.whole(self.weight.shape[0]))
+        whole = Shard.whole(self.weight.shape[0])
+        yield f"{prefix}.weight", Target.of(self.storage, whole.slice, whole)
+
+    def finalize(self) -> None:
+        self.weight = self.storage.take()
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds ``x`` to the residual stream: returns (its norm, the stream). Without ``residual`` the stream starts."""

@@ -33,8 +33,8 @@ class PlainWeight:
     """Row-major, multiplied by torch."""
 
     def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        self.matrix = matrix.detach()  # A Parameter costs more per call than a tensor.
-        self.bias = None if bias is None else bias.detach()
+        self.matrix = matrix
+        self.bias = bias
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.matrix, self.bias)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from math import prod
 from zlib import crc32
 
 import torch
 from torch import nn
 
-from ..layers.loading import LoadPlan
+from ..layers.loading import LoadPlan, Target
 from .weights import Progress
 
 STD = 0.02
@@ -18,27 +20,31 @@ def fill_dummy(model: nn.Module, progress: Progress | None = None) -> None:
     """Norms get ones, all else normal numbers of standard deviation :data:`STD`.
 
     A tensor is a function of its name, shape, dtype and kind of device. Each rank draws the whole tensor and keeps its
-    shard, so that any number of ranks has the same model.
+    shard, so that any number of ranks has the same model. Progress is in elements.
     """
     plan = LoadPlan.of(model)
-    total = sum(target.dest.nbytes for target in plan.targets.values())
+    waiting = Counter(id(owner) for owner in plan.owners.values())
+    total = sum(prod(target.shape) for target in plan.targets.values())
     done = 0
     for name, target in plan.targets.items():
         if len(target.shape) == 1 and name.endswith("weight"):
             target.dest.fill_(1)
         else:
-            device, dtype = target.dest.device, target.dest.dtype
-            generator = torch.Generator(device).manual_seed(crc32(name.encode()))
-            whole = (
-                target.dest
-                if target.dest.shape == target.shape
-                else torch.empty(target.shape, dtype=dtype, device=device)
-            )
-            whole.normal_(std=STD, generator=generator)
-            if whole is not target.dest:
-                target.dest.copy_(whole[target.index])
-        done += target.dest.nbytes
+            _fill_normal(name, target)
+        owner = plan.owners[name]
+        waiting[id(owner)] -= 1
+        if not waiting[id(owner)]:
+            owner.finalize()
+        done += prod(target.shape)
         if progress is not None:
             progress(done, total)
-    for owner in {id(owner): owner for owner in plan.owners.values()}.values():
-        owner.finalize()
+
+
+def _fill_normal(name: str, target: Target) -> None:
+    dest = target.dest
+    generator = torch.Generator(dest.device).manual_seed(crc32(name.encode()))
+    if tuple(dest.shape) == target.shape:
+        dest.normal_(std=STD, generator=generator)
+    else:
+        whole = torch.empty(target.shape, dtype=dest.dtype, device=dest.device)
+        dest.copy_(whole.normal_(std=STD, generator=generator)[target.index])

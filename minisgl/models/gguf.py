@@ -40,6 +40,7 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_CHUNK = 1 << 18  # Elements dequantised at a time.
 ROPE_DIVISORS = "rope_freqs.weight"
 """Not a weight: the config has it."""
 
@@ -55,19 +56,29 @@ class GGUFTensor:
     info: TensorInfo
     heads: int | None
 
-    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
+    def read_into(self, dest: torch.Tensor, index: tuple[slice, ...]) -> None:
+        if len(self.shape) == 1:
+            dest.copy_(torch.from_numpy(self._rows(0, 1)[0])[index])
+            return
+        rows, columns = index
+        head_rows = self.shape[0] // self.heads if self.heads else 1
+        # Chunks that stay in the cache on their way, of whole heads where their rows change places.
+        step = -(-_CHUNK // self.shape[1] // head_rows) * head_rows
+        for start in range(rows.start, rows.stop, step):
+            stop = min(start + step, rows.stop)
+            values = self._rows(start, stop)
+            if self.heads:
+                pairs = values.reshape(-1, head_rows // 2, 2, self.shape[1])
+                values = pairs.swapaxes(1, 2).reshape(stop - start, -1)
+            dest[start - rows.start : stop - rows.start].copy_(torch.from_numpy(values)[:, columns])
+
+    def _rows(self, start: int, stop: int) -> np.ndarray:
+        """Rows of the stored matrix, float32. They are read, not mapped: what is mapped counts as resident."""
         kind = GGMLType(self.info.type)
         block, block_bytes = GGML_QUANT_SIZES[kind]
-        stored = (*self.shape[:-1], self.shape[-1] // block * block_bytes)
-        # Read, not mapped: a mapping would count as resident memory once more.
-        data = np.fromfile(self.path, np.uint8, prod(stored), offset=self.info.offset).reshape(stored)
-        if self.heads is None and len(stored) > 1:  # Rows are cut before they are dequantised.
-            data, index = data[index[0]], (slice(None), *index[1:])
-        values = dequantize(data, kind)
-        if self.heads is not None:
-            rows = values.reshape(self.heads, -1, 2, *self.shape[1:])
-            values = rows.swapaxes(1, 2).reshape(self.shape)
-        return torch.from_numpy(values)[index]
+        row_bytes = self.shape[-1] // block * block_bytes
+        data = np.fromfile(self.path, np.uint8, (stop - start) * row_bytes, offset=self.info.offset + start * row_bytes)
+        return dequantize(data.reshape(stop - start, row_bytes), kind)
 
 
 def tensors_in_gguf(path: Path, num_heads: int, num_kv_heads: int) -> list[GGUFTensor]:

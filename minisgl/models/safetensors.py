@@ -46,9 +46,8 @@ class SafeTensor:
     path: Path
     files: _OpenFiles = field(repr=False)
 
-    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
-        tensor: torch.Tensor = self.files.get(self.path).get_slice(self.name)[index]
-        return tensor
+    def read_into(self, dest: torch.Tensor, index: tuple[slice, ...]) -> None:
+        dest.copy_(self.files.get(self.path).get_slice(self.name)[index])
 
 
 def safetensors_in(directory: Path) -> list[SafeTensor]:

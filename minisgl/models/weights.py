@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
 
 import torch
 from torch import nn
 
-from ..layers.loading import LoadPlan, Target
+from ..layers.loading import LoadPlan
 
 Progress = Callable[[int, int], None]
 """Called with the bytes loaded so far and their total."""
@@ -33,18 +32,14 @@ class StoredTensor(Protocol):
     def shape(self) -> tuple[int, ...]: ...
     @property
     def nbytes(self) -> int: ...
-    def read(self, index: tuple[slice, ...]) -> torch.Tensor:
-        """``tensor[index]`` on the CPU. Reads no more of the file than the format allows. Any thread may call it."""
+    def read_into(self, dest: torch.Tensor, index: tuple[slice, ...]) -> None:
+        """Copies ``tensor[index]`` to ``dest``, of any dtype and device, and reads no more than the format needs."""
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    tensor: StoredTensor
-    target: Target
-
-    def run(self) -> None:
-        self.target.dest.copy_(self.tensor.read(self.target.index))
+@torch.inference_mode()  # A mode of the thread: without it, weights made in that mode could not be written to.
+def _read(tensor: StoredTensor, dest: torch.Tensor, index: tuple[slice, ...]) -> None:
+    tensor.read_into(dest, index)
 
 
 def load_weights(
@@ -57,37 +52,37 @@ def load_weights(
 ) -> None:
     """Streams every tensor to its place, this rank's shard of it, and finalizes each module as soon as it is complete.
 
-    ``threads`` tensors are in memory at a time beside the model. Tensors whose name ``ignore`` accepts are skipped.
+    ``threads`` tensors are read at a time, while this thread finalizes modules. Tensors whose name ``ignore`` accepts
+    are skipped.
     Raises :class:`WeightError` before anything is read if a tensor is missing, unexpected, or of another shape.
     """
     plan = LoadPlan.of(model)
-    jobs = _match(plan, [t for t in tensors if t.name in plan.targets or not ignore(t.name)])
-    waiting = Counter(id(plan.owners[job.tensor.name]) for job in jobs)
-    total = sum(job.tensor.nbytes for job in jobs)
+    wanted = _match(plan, [t for t in tensors if t.name in plan.targets or not ignore(t.name)])
+    waiting = Counter(id(plan.owners[tensor.name]) for tensor in wanted)
+    total = sum(tensor.nbytes for tensor in wanted)
     loaded = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="load") as pool:
-        for job in _run_ahead(pool, jobs, threads):
-            owner = plan.owners[job.tensor.name]
+
+        def start(tensor: StoredTensor) -> tuple[StoredTensor, Future[None]]:
+            target = plan.targets[tensor.name]
+            return tensor, pool.submit(_read, tensor, target.dest, target.index)
+
+        rest = iter(wanted)
+        started = deque(start(tensor) for tensor in islice(rest, threads + 1))
+        while started:
+            tensor, done = started.popleft()
+            done.result()
+            started.extend(start(tensor) for tensor in islice(rest, 1))
+            owner = plan.owners[tensor.name]
             waiting[id(owner)] -= 1
             if not waiting[id(owner)]:
                 owner.finalize()
-            loaded += job.tensor.nbytes
+            loaded += tensor.nbytes
             if progress is not None:
                 progress(loaded, total)
 
 
-def _run_ahead(pool: ThreadPoolExecutor, jobs: list[_Job], ahead: int) -> Iterator[_Job]:
-    """The jobs in order, each when it is done, with at most ``ahead`` more of them started."""
-    rest = iter(jobs)
-    started: list[tuple[_Job, Future[None]]] = [(job, pool.submit(job.run)) for job in islice(rest, ahead)]
-    while started:
-        job, future = started.pop(0)
-        future.result()
-        started.extend((job, pool.submit(job.run)) for job in islice(rest, 1))
-        yield job
-
-
-def _match(plan: LoadPlan, tensors: Iterable[StoredTensor]) -> list[_Job]:
+def _match(plan: LoadPlan, tensors: Iterable[StoredTensor]) -> list[StoredTensor]:
     found = {tensor.name: tensor for tensor in tensors}
     for names, what in (
         (plan.targets.keys() - found.keys(), "lacks"),
@@ -95,14 +90,11 @@ def _match(plan: LoadPlan, tensors: Iterable[StoredTensor]) -> list[_Job]:
     ):
         if names:
             raise WeightError(f"The checkpoint {what} {_list(names)}.")
-    jobs = [_Job(tensor, plan.targets[name]) for name, tensor in found.items()]
-    for job in jobs:
-        if job.tensor.shape != job.target.shape:
-            raise WeightError(
-                f"{job.tensor.name} has shape {job.tensor.shape} in the checkpoint, "
-                f"but the config makes it {job.target.shape}."
-            )
-    return jobs
+    for name, tensor in found.items():
+        expected = plan.targets[name].shape
+        if tensor.shape != expected:
+            raise WeightError(f"{name} has shape {tensor.shape} in the checkpoint, but the config makes it {expected}.")
+    return list(found.values())
 
 
 def _list(names: Iterable[str]) -> str:
