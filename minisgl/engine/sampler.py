@@ -104,13 +104,19 @@ def _penalty_arrays(penalties: Penalties, table_rows: Int32) -> Arrays:
 
 
 class Sampler:
-    """Samples one token per row of logits. Holds its workspaces, so one instance serves one stream of steps."""
+    """Samples one token per row of logits, ``max_rows`` at most.
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
+    Its workspaces have fixed addresses and are used by one step after the other, so it serves one stream of steps.
+    """
+
+    def __init__(self, vocab_size: int, max_rows: int, device: torch.device) -> None:
         self._vocab = vocab_size
         self._device = device
-        self._scaled = torch.empty((0, 0), device=device)
-        self._prob = torch.empty((0, 0), device=device)
+        width = -(-vocab_size // BLOCK) * BLOCK
+        self._scaled = torch.empty((max_rows, width), device=device)
+        self._prob = torch.empty((max_rows, width), device=device)
+        # What fills up the last block is impossible, now and ever after.
+        self._scaled[:, vocab_size:] = -torch.inf
         self._counts = torch.zeros(0, dtype=torch.int32, device=device)
 
     def __call__(self, logits: Tensor, plan: SamplingPlan, tensors: Mapping[str, Tensor], last_token: Tensor) -> Tensor:
@@ -138,8 +144,6 @@ class Sampler:
 
     def _sample(self, logits: Tensor, plan: SamplingPlan, tensors: Mapping[str, Tensor]) -> Tensor:
         n = len(logits)
-        if n > len(self._scaled):
-            self._grow(n)
         scaled, prob = self._scaled[:n], self._prob[:n]
         torch.div(logits, tensors["temperature"][:, None], out=scaled[:, : self._vocab])
         torch.softmax(scaled, -1, out=prob)
@@ -150,13 +154,6 @@ class Sampler:
             torch.ge(filtered, cutoff[:, None], out=mask)  # 1.0 or 0.0
             filtered *= mask
         return inverse_cdf(prob.view(n, -1, BLOCK), tensors["uniform"])
-
-    def _grow(self, rows: int) -> None:
-        """Workspaces for more rows, as wide as whole blocks; the columns past the vocabulary stay impossible."""
-        rows = 1 << (rows - 1).bit_length()
-        width = -(-self._vocab // BLOCK) * BLOCK
-        self._scaled = torch.full((rows, width), -torch.inf, device=self._device)
-        self._prob = torch.empty((rows, width), device=self._device)
 
     def _penalise(self, logits: Tensor, plan: SamplingPlan, tensors: Mapping[str, Tensor], last_token: Tensor) -> None:
         if plan.num_penalised * self._vocab > len(self._counts):

@@ -45,7 +45,7 @@ def sample(logits: torch.Tensor, params: Sampling) -> list[int]:
     tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
     last_token = torch.zeros(len(logits) + 1, dtype=torch.int32)
     with torch.inference_mode():
-        return Sampler(logits.shape[1], CPU)(logits.clone(), plan, tensors, last_token).tolist()
+        return Sampler(logits.shape[1], len(logits), CPU)(logits.clone(), plan, tensors, last_token).tolist()
 
 
 def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -255,7 +255,7 @@ def test_penalties_follow_their_definitions() -> None:
 
     plan = plan_sampling(params, np.arange(5, dtype=np.int32))
     tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
-    sampler = Sampler(vocab, CPU)
+    sampler = Sampler(vocab, 5, CPU)
     for _ in range(2):  # the second time finds the counts of the first undone
         result = torch.from_numpy(logits.copy())
         ids = sampler(result, plan, tensors, torch.tensor(last_token, dtype=torch.int32))

@@ -1,0 +1,122 @@
+"""Runs one planned step on the device: page table, forward pass, sampling. The same code for all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minisgl.attention.base import AttentionBackend
+from minisgl.core import EngineInfo
+from minisgl.distributed.communicator import Communicator
+from minisgl.models.base import CausalLM
+
+from .forward_batch import ForwardBatch, token_slots
+from .kv_pool import KVPool
+from .sampler import Sampler, SamplingPlan
+from .step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """The attention backend of steps in which every request has one new token, and that of all others."""
+
+    prefill: AttentionBackend
+    decode: AttentionBackend
+
+    def of(self, num_single: int, size: int) -> AttentionBackend:
+        return self.decode if num_single == size else self.prefill
+
+
+class DeviceState:
+    """What stays on the device between steps.
+
+    ``page_table`` (max_running_req + 1, max_pages_per_req) int32: which page holds which tokens of a row.
+    ``last_token`` (max_running_req + 1) int32: the token that each row sampled last, for PENDING. The last row is
+    scratch: it points to the scratch page of ``kv`` everywhere, and padding uses it.
+    """
+
+    def __init__(self, max_running_req: int, max_pages_per_req: int, kv: KVPool) -> None:
+        device = kv.k.device
+        self.kv = kv
+        self.page_table = torch.full(
+            (max_running_req + 1, max_pages_per_req), kv.num_pages, dtype=torch.int32, device=device
+        )
+        self.last_token = torch.zeros(max_running_req + 1, dtype=torch.int32, device=device)
+
+    def write_table(self, index: Tensor, pages: Tensor) -> None:
+        """``index`` (int64) points into the flat table."""
+        self.page_table.view(-1)[index] = pages
+
+    def resolve(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
+        """``input_ids`` with the last sampled token of the row in place of PENDING."""
+        return torch.where(input_ids < 0, self.last_token[token_rows], input_ids)
+
+    def remember(self, table_rows: Tensor, ids: Tensor) -> None:
+        """Keeps what was sampled. A failed request has no token; the step after it, under way already, gets 0."""
+        self.last_token[table_rows] = ids.clamp(min=0)
+
+
+class ModelRunner:
+    """Steps of one rank, eagerly. Every rank runs the same steps; the ids that rank 0 sampled count for all."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        state: DeviceState,
+        backends: Backends,
+        sampler: Sampler,
+        comm: Communicator,
+        info: EngineInfo,
+    ) -> None:
+        self.info = info
+        self.model = model
+        self.state = state
+        self.backends = backends
+        self.sampler = sampler
+        self.comm = comm
+
+    def step(self, plan: StepPlan, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The sampled ids (S, int32), -1 where a request failed. ``tensors`` are the plan's arrays on the device."""
+        if "table_index" in tensors:
+            self.state.write_table(tensors["table_index"], tensors["table_pages"])
+        hidden = self.forward(plan, tensors)
+        if not plan.sampling.size:
+            return torch.empty(0, dtype=torch.int32, device=hidden.device)
+        return self.sample(self.model.logits(hidden), plan.sampling, tensors)
+
+    def forward(self, plan: StepPlan, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The hidden states (S, hidden_size) of the tokens to sample after."""
+        state = self.state
+        input_ids, token_rows = tensors["input_ids"], tensors["token_rows"]
+        if plan.has_pending:
+            input_ids = state.resolve(input_ids, token_rows)
+        positions, page_size = tensors["positions"], state.kv.page_size
+        batch = ForwardBatch(
+            input_ids=input_ids,
+            positions=positions,
+            slots=token_slots(state.page_table, token_rows, positions, page_size),
+            rows=tensors["rows"],
+            cached=tensors["cached"],
+            seq_lens=tensors["seq_lens"],
+            cu_new=tensors["cu_new"],
+            page_table=state.page_table,
+            page_size=page_size,
+            host=plan.host,
+            logit_index=tensors.get("logit_index"),
+        )
+        backend = self.backends.of(plan.host.num_single, plan.size)
+        backend.prepare(batch)
+        return self.model(batch, state.kv, backend)
+
+    def sample(self, logits: Tensor, plan: SamplingPlan, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Samples from ``logits`` (S, vocab_size) on rank 0, tells the other ranks, and remembers."""
+        if self.comm.rank == 0:
+            ids = self.sampler(logits, plan, tensors, self.state.last_token)
+        else:
+            ids = torch.empty(plan.size, dtype=torch.int32, device=logits.device)
+        ids = self.comm.broadcast(ids)
+        self.state.remember(tensors["sampled_table_rows"], ids)
+        return ids
