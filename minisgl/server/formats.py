@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 from msgspec import UNSET
@@ -75,8 +76,7 @@ class Format(ABC):
 
     def __init__(self, model: str, include_usage: bool = False) -> None:
         self.id = self.prefix + secrets.token_hex(12)
-        self.created = int(time.time())
-        self.model = model
+        self._head: dict[str, Any] = {"id": self.id, "created": int(time.time()), "model": model}
         self.include_usage = include_usage
         self._usage = None if include_usage else UNSET
 
@@ -102,7 +102,7 @@ class ChatFormat(Format):
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> ChatCompletion:
         choices = [ChatChoice(i, ChatMessage(o.take()[0]), o.finish or "stop") for i, o in enumerate(outputs)]
-        return ChatCompletion(self.id, self.created, self.model, choices, usage)
+        return ChatCompletion(**self._head, choices=choices, usage=usage)
 
     def start(self, index: int) -> ChatChunk:
         return self._make(ChatChunkChoice(index, ChatDelta(role="assistant")))
@@ -115,10 +115,10 @@ class ChatFormat(Format):
         return self._make(ChatChunkChoice(index, ChatDelta(), output.finish))
 
     def usage_chunk(self, usage: Usage) -> ChatChunk | None:
-        return ChatChunk(self.id, self.created, self.model, [], usage) if self.include_usage else None
+        return ChatChunk(**self._head, choices=[], usage=usage) if self.include_usage else None
 
     def _make(self, choice: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(self.id, self.created, self.model, [choice], self._usage)
+        return ChatChunk(**self._head, choices=[choice], usage=self._usage)
 
 
 class CompletionFormat(Format):
@@ -126,7 +126,7 @@ class CompletionFormat(Format):
 
     def whole(self, outputs: Sequence[Output], usage: Usage) -> Completion:
         choices = [CompletionChoice(i, o.take()[0], o.finish) for i, o in enumerate(outputs)]
-        return Completion(self.id, self.created, self.model, choices, usage)
+        return Completion(**self._head, choices=choices, usage=usage)
 
     def chunk(self, index: int, output: Output) -> Completion | None:
         text, _ = output.take()
@@ -136,10 +136,10 @@ class CompletionFormat(Format):
         return self._make(CompletionChoice(index, "", output.finish))
 
     def usage_chunk(self, usage: Usage) -> Completion | None:
-        return Completion(self.id, self.created, self.model, [], usage) if self.include_usage else None
+        return Completion(**self._head, choices=[], usage=usage) if self.include_usage else None
 
     def _make(self, choice: CompletionChoice) -> Completion:
-        return Completion(self.id, self.created, self.model, [choice], self._usage)
+        return Completion(**self._head, choices=[choice], usage=self._usage)
 
 
 class GenerateFormat(Format):

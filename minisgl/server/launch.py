@@ -13,12 +13,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minisgl.addresses import Addresses
 from minisgl.models.source import ModelNotAvailable, resolve_model
+from minisgl.tokenizer.worker import run_detokenizer, run_tokenizer
 
 from .args import ServerArgs
 from .http_process import ApiServerConfig, run_api_server
@@ -27,7 +27,6 @@ from .progress import StartupProgress
 from .rundir import RunDir
 from .scheduler_process import RankConfig, run_rank
 from .supervisor import Died, Reported, Signalled, Supervisor, Worker
-from .text_process import TextConfig, run_text
 
 if TYPE_CHECKING:
     import zmq
@@ -103,14 +102,9 @@ class Server:
             name = "scheduler" if args.tp == 1 else f"scheduler {rank}"
             config = RankConfig(args=args, model_path=model, addresses=addresses, rank=rank, seed=seed)
             start(name, rank_entry, config)
-        limit = args.max_seq_len_override
-        text = TextConfig(model_path=model, addresses=addresses, tokenizer=None, detokenizer=True, max_seq_len=limit)
-        if args.num_tokenizer == 0:
-            start("tokenizer", run_text, replace(text, tokenizer=0))
-        else:
-            start("detokenizer", run_text, text)
+        start("detokenizer" if args.num_tokenizer else "tokenizer", run_detokenizer, model, addresses)
         for j in range(args.num_tokenizer):
-            start(f"tokenizer {j}", run_text, replace(text, tokenizer=j, detokenizer=False))
+            start(f"tokenizer {j}", run_tokenizer, model, addresses, j)
         for i in range(args.num_api_server):
             name = "api server" if args.num_api_server == 1 else f"api server {i}"
             api = ApiServerConfig(

@@ -40,7 +40,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A worker can work. ``summary`` is for the user to see, if not empty; ``facts`` are for the API servers."""
+    """A worker can work. ``summary`` is for the user to see, if not empty; ``facts`` are for the other processes."""
 
     summary: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -60,17 +60,12 @@ class Reporter:
         self._link = link
         self._go: queue.SimpleQueue[Mapping[str, Any]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._facts: dict[str, Any] = {}
 
     def progress(self, what: str, fraction: float | None = None) -> None:
         self._send(Progress(what, fraction))
 
-    def tell(self, **facts: Any) -> None:
-        """Facts for the API servers; they travel with the ready report."""
-        self._facts.update(facts)
-
-    def ready(self, summary: str = "") -> None:
-        self._send(Ready(summary, self._facts))
+    def ready(self, summary: str = "", **facts: Any) -> None:
+        self._send(Ready(summary, facts))
 
     def failed(self, message: str) -> None:
         self._send(Failed(message))

@@ -32,13 +32,13 @@ class ChatChoice(msgspec.Struct):
     logprobs: None = None
 
 
-class ChatCompletion(msgspec.Struct):
+class ChatCompletion(msgspec.Struct, kw_only=True):
     id: str
+    object: str = "chat.completion"
     created: int
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    object: str = "chat.completion"
 
 
 class ChatDelta(msgspec.Struct):
@@ -53,15 +53,15 @@ class ChatChunkChoice(msgspec.Struct):
     logprobs: None = None
 
 
-class ChatChunk(msgspec.Struct):
+class ChatChunk(msgspec.Struct, kw_only=True):
     """``usage`` is absent unless the client asked for it, then null in all chunks but the last."""
 
     id: str
+    object: str = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "chat.completion.chunk"
 
 
 class CompletionChoice(msgspec.Struct):
@@ -71,15 +71,15 @@ class CompletionChoice(msgspec.Struct):
     logprobs: None = None
 
 
-class Completion(msgspec.Struct):
+class Completion(msgspec.Struct, kw_only=True):
     """Both the whole answer and a chunk of a streamed one; ``usage`` as in :class:`ChatChunk`."""
 
     id: str
+    object: str = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    object: str = "text_completion"
 
 
 class Generated(msgspec.Struct):

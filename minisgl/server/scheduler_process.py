@@ -77,9 +77,9 @@ def serve(engine: Engine, config: RankConfig, reporter: Reporter) -> None:
         engine, io, SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=config.seed)
     )
     info = engine.info
-    reporter.tell(max_seq_len=info.max_seq_len)
     reporter.ready(
         f"{info.num_pages} pages of {info.page_size} tokens, at most {info.max_running_req} requests at once, "
-        f"context {info.max_seq_len}"
+        f"context {info.max_seq_len}",
+        max_seq_len=info.max_seq_len,
     )
     scheduler.run_forever()

@@ -54,6 +54,10 @@ class Translator:
     def __init__(self, model: str, defaults: Mapping[str, Any]) -> None:
         self.model = model
         self._defaults = {name: value for name, value in defaults.items() if name in _PLAIN_PARAMS}
+        try:
+            SamplingParams(**self._defaults).validate()
+        except ParameterError as error:
+            raise ValueError(f"The model's generation_config.json recommends what cannot be served: {error}") from None
 
     def chat(self, body: ChatBody) -> Job:
         self.check_model(body.model)

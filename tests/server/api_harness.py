@@ -1,0 +1,44 @@
+"""An API server in this process, before a fake backend."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import httpx
+import openai
+from fake_backend import FakeBackend
+
+from minisgl.server.api_server import ModelFacts, create_app
+from minisgl.server.frontend import FrontendManager
+from minisgl.server.http_server import HttpServer
+
+MODEL = "toy"
+
+
+class Api:
+    """An API server on a port of its own, in a thread."""
+
+    def __init__(self, backend: FakeBackend) -> None:
+        self.backend = backend
+        self.frontend = FrontendManager(backend.addresses, 0)
+        facts = ModelFacts(MODEL, max_seq_len=100, sampling_defaults={"temperature": 0.25, "top_k": 9})
+        self._server = HttpServer(create_app(self.frontend, facts), self.frontend)
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        self.http = httpx.Client(base_url=self.url, timeout=20)
+        self.client = openai.OpenAI(base_url=self.url + "/v1", api_key="-", max_retries=0, timeout=20)
+
+    async def _serve(self) -> None:
+        self.frontend.attach()
+        await self._server.serve([self._socket])
+
+    def close(self) -> None:
+        self.http.close()
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join()
+        self.frontend.close()
