@@ -18,7 +18,7 @@ def int32(values: object) -> np.ndarray:
 
 
 def make_batch(requests: list[tuple[int, int, list[int]]], sampled: list[int] | None = None) -> Batch:
-    """``requests`` are (row, cached, new ids), those with one new id first. All sample unless ``sampled`` says which."""
+    """``requests`` are (row, cached, new ids), those with one new id first. All sample, or those in ``sampled``."""
     count = len(requests if sampled is None else sampled)
     zeros, index = np.zeros(count, np.float32), int32(range(count) if sampled is None else sampled)
     none = int32([])
@@ -107,8 +107,13 @@ class Driver:
             context.ops,
         )
 
-    def step(self, new: dict[int, list[int]], sampled: list[int] | None = None) -> torch.Tensor:
-        """Runs the new ids of each row in one step. Returns the logits (rows of ``new`` sorted by batch order, V)."""
+    def step(
+        self, new: dict[int, list[int]], sampled: list[int] | None = None, every_token: bool = False
+    ) -> torch.Tensor:
+        """Runs the new ids of each row in one step. Returns the logits (S, V) of the sampled rows in batch order.
+
+        The batch has the rows with one new id first, else they keep their order. ``every_token`` gives all T logits.
+        """
         ordered = sorted(new.items(), key=lambda item: len(item[1]) != 1)
         batch = make_batch([(row, self.lengths[row], ids) for row, ids in ordered], sampled)
         for row, ids in ordered:
@@ -116,6 +121,8 @@ class Driver:
             for page in range(-(-have // self.page_size), -(-self.lengths[row] // self.page_size)):
                 self.table[row, page] = self.free.pop()
         forward = make_forward_batch(batch, self.table, self.page_size)
+        if every_token:
+            forward.logit_index = None
         with torch.inference_mode():
             self.backend.prepare(forward)
             return self.model.logits(self.model(forward, self.kv, self.backend))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from minisgl.models.base import CausalLM
+from minisgl.models.build import build_model
+from minisgl.models.config import ModelConfig
 
 COMMON: dict[str, Any] = {
     "vocab_size": 199,
@@ -115,6 +120,24 @@ def make_reference(variant: str, seed: int = 0) -> Any:
     return model
 
 
-def save_checkpoint(model: Any, directory: Path, max_shard_size: str = "5GB") -> Path:
-    model.save_pretrained(directory, max_shard_size=max_shard_size)
-    return directory
+@dataclass
+class Tiny:
+    """transformers' model, the checkpoint it saved, and our model of it."""
+
+    reference: Any
+    path: Path
+    config: ModelConfig
+    model: CausalLM
+
+    def reference_logits(self, ids: list[int]) -> torch.Tensor:
+        """(len(ids), V)"""
+        with torch.inference_mode():
+            return self.reference(torch.tensor([ids])).logits[0]
+
+
+def make_tiny(variant: str, path: Path) -> Tiny:
+    reference = make_reference(variant)
+    reference.save_pretrained(path)
+    config = ModelConfig.from_path(path)
+    model = build_model(config, dtype=torch.float32, device=torch.device("cpu"), path=path)
+    return Tiny(reference, path, config, model)

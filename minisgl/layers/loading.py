@@ -41,7 +41,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
-    """``storage.tensor[region]`` takes ``source[index]`` of a checkpoint tensor of ``shape``: the shard of this rank."""
+    """``storage.tensor[region]`` takes ``source[index]`` of a checkpoint tensor of ``shape``: this rank's part."""
 
     storage: Storage
     region: tuple[slice | int, ...]
