@@ -4,37 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from engine_driver import tiny_engine
-from serving import serve, user
+from serving import requests, serve, serve_and_count, staggered
 
-from minisgl.core import SamplingParams
 from minisgl.engine.engine import TorchEngine
-from minisgl.message import AbortBackendMsg, BackendMsg, UserMsg
-
-
-def requests(count: int = 14) -> list[UserMsg]:
-    """Prompts of all lengths, some with a common beginning, with every kind of sampling."""
-    generator = np.random.default_rng(21)
-    shared = generator.integers(1, 190, 24).tolist()
-    kinds: list[dict[str, Any]] = [
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_p": 0.9, "top_k": 40},
-        {"temperature": 0.9, "min_p": 0.05, "frequency_penalty": 0.5, "repetition_penalty": 1.1},
-        {"temperature": 0.0, "presence_penalty": 1.0},
-    ]
-    made = []
-    for uid in range(count):
-        prompt = generator.integers(1, 190, int(generator.integers(1, 60))).tolist()
-        if uid % 3 == 0:
-            prompt = shared[: int(generator.integers(5, 25))] + prompt[:20]
-        params = SamplingParams(max_tokens=int(generator.integers(3, 24)), seed=uid, **kinds[uid % len(kinds)])
-        made.append(user(uid, prompt, params))
-    return made
+from minisgl.message import AbortBackendMsg, UserMsg
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +20,6 @@ def undisturbed(_engine: TorchEngine) -> dict[int, list[int]]:
     for message in requests():
         out |= serve(_engine, {0: [message]}, cache="naive", overlap=False)
     return out
-
-
-def staggered(messages: list[UserMsg], every: int = 2) -> dict[int, list[BackendMsg]]:
-    return {every * i: [message] for i, message in enumerate(messages)}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +34,7 @@ def small_engine(tiny_model: Path) -> Iterator[TorchEngine]:
 @pytest.mark.parametrize("cache", ["radix", "naive"])
 def test_together_as_alone(engine: TorchEngine, undisturbed: dict[int, list[int]], overlap: bool, cache: str) -> None:
     assert serve(engine, {0: requests()}, overlap=overlap, cache=cache) == undisturbed
-    assert serve(engine, staggered(requests()), overlap=overlap, cache=cache, token_budget=17) == undisturbed
+    assert serve(engine, staggered(requests(), 2), overlap=overlap, cache=cache, token_budget=17) == undisturbed
 
 
 def test_a_warm_cache_changes_nothing(engine: TorchEngine, undisturbed: dict[int, list[int]]) -> None:
@@ -77,8 +49,9 @@ def test_a_warm_cache_changes_nothing(engine: TorchEngine, undisturbed: dict[int
 def test_pre_emption_changes_nothing(
     small_engine: TorchEngine, undisturbed: dict[int, list[int]], overlap: bool, every: int
 ) -> None:
-    arrivals = staggered(requests(), every) if every else {0: list[BackendMsg](requests())}
-    assert serve(small_engine, arrivals, overlap=overlap) == undisturbed
+    out, stats = serve_and_count(small_engine, staggered(requests(), every), overlap=overlap)
+    assert out == undisturbed
+    assert stats.preemptions > 0
 
 
 def test_aborts_of_others_change_nothing(small_engine: TorchEngine, undisturbed: dict[int, list[int]]) -> None:
