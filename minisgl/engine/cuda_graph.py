@@ -22,7 +22,7 @@ import gc
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -34,10 +34,8 @@ from .config import Progress
 from .forward_batch import ForwardBatch, HostPlan, token_slots
 from .model_runner import ModelRunner
 from .sampler import SamplingPlan
+from .staging import IN_FLIGHT, Staging, pinned
 from .step_plan import StepPlan
-
-if TYPE_CHECKING:
-    from .cuda_runner import Staging
 
 T = TypeVar("T")
 
@@ -70,10 +68,10 @@ class GraphInputs:
         "uniform",
     )
 
-    def __init__(self, max_bs: int, buffers: int, device: torch.device) -> None:
+    def __init__(self, max_bs: int, device: torch.device) -> None:
         words = len(self.FIELDS) * max_bs
         self._memory = torch.zeros(words, dtype=torch.int32, device=device)
-        self._pinned = [torch.zeros(words, dtype=torch.int32, pin_memory=True) for _ in range(buffers)]
+        self._pinned = [pinned(words, torch.int32) for _ in range(IN_FLIGHT)]
         self._turn = 0
 
     def views(self, size: int) -> dict[str, Tensor]:
@@ -104,12 +102,12 @@ class GraphInputs:
 class DecodeGraphs:
     """The ladder of one rank."""
 
-    def __init__(self, runner: ModelRunner, max_bs: int, buffers: int, progress: Progress) -> None:
+    def __init__(self, runner: ModelRunner, max_bs: int, progress: Progress) -> None:
         state = runner.state
         device = state.page_table.device
         self._runner = runner
         self._sizes = ladder(max_bs)
-        self._inputs = GraphInputs(max_bs, buffers, device)
+        self._inputs = GraphInputs(max_bs, device)
         self._cu_new = torch.arange(max_bs + 1, dtype=torch.int32, device=device)
         self._logits = torch.empty((max_bs, runner.model.config.vocab_size), device=device)
         scratch = state.page_table.shape[0] - 1

@@ -10,9 +10,7 @@ flight, so with two of each buffer the one that step k uses has been free since 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,53 +19,8 @@ from minisgl.core import Batch, BatchResult
 from .config import Progress
 from .cuda_graph import DecodeGraphs
 from .model_runner import ModelRunner
-from .sampler import Arrays
+from .staging import IN_FLIGHT, Staging, pinned
 from .step_plan import StepPlan, plan_step
-
-IN_FLIGHT = 2
-"""Steps that may be launched and not waited for."""
-
-_ALIGN = 16  # bytes
-
-
-class Staging:
-    """Moves named arrays to the device in one copy. What it returns is valid until the next upload on the stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._turn = 0
-        self._grow(1 << 16)
-
-    def _grow(self, size: int) -> None:
-        # Dropped buffers live on in torch's allocators until the copies that use them are done.
-        self._pinned = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(IN_FLIGHT)]
-        self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def upload(self, arrays: Arrays) -> dict[str, Tensor]:
-        """To be called once per step at most."""
-        ends = np.cumsum([-(-array.nbytes // _ALIGN) * _ALIGN for array in arrays.values()])
-        total = int(ends[-1]) if len(ends) else 0
-        if total > len(self._memory):
-            self._grow(1 << (total - 1).bit_length())
-        pinned = self._pinned[self._turn]
-        self._turn = (self._turn + 1) % IN_FLIGHT
-        host = pinned.numpy()
-        tensors = {}
-        start = 0
-        for (name, array), end in zip(arrays.items(), ends.tolist(), strict=True):
-            stop = start + array.nbytes
-            host[start:stop].view(array.dtype)[:] = array
-            tensors[name] = self._memory[start:stop].view(_TORCH_DTYPES[array.dtype])
-            start = end
-        self._memory[:total].copy_(pinned[:total], non_blocking=True)
-        return tensors
-
-
-_TORCH_DTYPES: dict[np.dtype[Any], torch.dtype] = {
-    np.dtype(np.int32): torch.int32,
-    np.dtype(np.int64): torch.int64,
-    np.dtype(np.float32): torch.float32,
-}
 
 
 class CudaInFlight:
@@ -99,11 +52,11 @@ class CudaRunner:
             self._runner = build()
             self.info = self._runner.info
             max_bs = min(cuda_graph_max_bs, self.info.max_running_req)
-            self._graphs = DecodeGraphs(self._runner, max_bs, IN_FLIGHT, progress) if max_bs else None
+            self._graphs = DecodeGraphs(self._runner, max_bs, progress) if max_bs else None
         table = self._runner.state.page_table
         self._max_pages = table.shape[1]
         self._staging = Staging(device)
-        self._ids = [torch.empty(len(table), dtype=torch.int32, pin_memory=True) for _ in range(IN_FLIGHT)]
+        self._ids = [pinned(len(table), torch.int32) for _ in range(IN_FLIGHT)]
         self._done = [torch.cuda.Event() for _ in range(IN_FLIGHT)]
         self._turn = 0
 

@@ -1,0 +1,184 @@
+"""The GPU's code path on a CPU: graphs replay by calling what was recorded. Tests the bookkeeping, not the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_driver import Driver, Request
+from serving import requests, serve, serve_and_count, staggered
+
+from minisgl.core import SamplingParams
+from minisgl.engine import cuda_graph, cuda_runner, staging
+from minisgl.engine.config import EngineConfig
+from minisgl.engine.cuda_graph import GraphInputs, ladder
+from minisgl.engine.cuda_runner import CudaRunner
+from minisgl.engine.engine import TorchEngine
+from minisgl.engine.load import load
+from minisgl.engine.staging import Staging
+
+CPU = torch.device("cpu")
+
+
+class FakeGraph:
+    def __init__(self, function: Callable[[], Any], result: Any) -> None:
+        self.function, self.result, self.replays = function, result, 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        again = self.function()
+        if self.result is not None:
+            self.result.copy_(again)
+
+
+class FakeEvent:
+    def record(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replaces what only a GPU has."""
+
+    def record(function: Callable[[], Any], pool: Any) -> tuple[FakeGraph, Any]:
+        result = function()
+        return FakeGraph(function, result), result
+
+    monkeypatch.setattr(cuda_graph, "_record", record)
+    for module in (cuda_graph, cuda_runner, staging):
+        monkeypatch.setattr(module, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype))
+    fakes: dict[str, Any] = {
+        "Stream": lambda device: None,
+        "stream": lambda stream: nullcontext(),
+        "set_device": lambda device: None,
+        "Event": FakeEvent,
+        "synchronize": lambda device: None,
+        "empty_cache": lambda: None,
+        "mem_get_info": lambda device: (0, 0),
+        "graph_pool_handle": lambda: None,
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+
+
+class EmulatedEngine:
+    """As TorchEngine on a GPU."""
+
+    def __init__(self, model: Path, max_bs: int) -> None:
+        config = EngineConfig(model_path=model, device="cpu", num_pages=120, page_size=4, max_running_req=6)
+        self.told: list[str] = []
+        self._runner = CudaRunner(
+            CPU, lambda: load(config, CPU, lambda *_: None), max_bs, lambda what, fraction: self.told.append(what)
+        )
+        self.info = self._runner.info
+        self.launch = self._runner.launch
+        self.close = self._runner.close
+
+    def replays(self) -> int:
+        graphs = self._runner._graphs
+        assert graphs is not None
+        return sum(graph._forward.replays for graph in graphs._graphs.values())
+
+
+@pytest.fixture(params=[0, 4, 6])
+def emulated(request: pytest.FixtureRequest, no_cuda: None, tiny_model: Path) -> Iterator[EmulatedEngine]:
+    engine = EmulatedEngine(tiny_model, request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_graphs_answer_like_the_cpu(engine: TorchEngine, emulated: EmulatedEngine, overlap: bool) -> None:
+    expected = serve(engine, staggered(requests(), 2))
+    out, stats = serve_and_count(emulated, staggered(requests(), 2), overlap=overlap)
+    assert out == expected
+    if emulated._runner._graphs is not None:
+        assert 0 < emulated.replays() < stats.steps
+        assert "capturing CUDA graphs" in emulated.told
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_steps_of_one_kind_are_replayed_as_a_whole(
+    engine: TorchEngine, no_cuda: None, tiny_model: Path, temperature: float
+) -> None:
+    emulated = EmulatedEngine(tiny_model, 4)
+    params = SamplingParams(temperature=temperature, seed=3)
+    outputs = []
+    for each in (engine, emulated):
+        driver = Driver(each)
+        work = [Request(row, [row + 1, 7, 9 * row + 2], params) for row in range(3)]
+        driver.step(*((request, 3) for request in work))
+        for _ in range(20):
+            driver.step(*((request, 1) for request in work))
+        outputs.append([request.tokens for request in work])
+    assert outputs[0] == outputs[1]
+    assert emulated.replays() == 20
+    graph = emulated._runner._graphs._graphs[4]
+    assert graph._sample[temperature == 0][0].replays == 20
+    # Padding must write nowhere but to the scratch row and page.
+    state = emulated._runner._runner.state
+    assert (state.page_table[3:] == state.kv.num_pages).all()
+    emulated.close()
+
+
+def test_a_request_that_resumes_on_many_pages_at_once(engine: TorchEngine, no_cuda: None, tiny_model: Path) -> None:
+    emulated = EmulatedEngine(tiny_model, 2)
+    driver, prompt = Driver(emulated), list(range(1, 60))
+    first = Request(0, list(prompt))
+    expected = driver.generate(first, 5)
+    # Row 1 takes over all that row 0 has computed and needs one more token: 15 new table entries for one request.
+    second = Request(1, list(prompt), cached=len(prompt) - 1)
+    batch = driver.batch((Request(1, list(prompt), cached=0), len(prompt)))
+    update = batch.table
+    update.pages[:] = first.pages[: len(update.pages)]
+    second.pages = update.pages.tolist()
+    single = driver.batch((second, 1))
+    single.table = update
+    before = emulated.replays()
+    assert emulated.launch(single).wait().ids.tolist() == expected[:1]
+    assert emulated.replays() == before + 1
+    emulated.close()
+
+
+def test_the_ladder() -> None:
+    assert ladder(1) == [1]
+    assert ladder(6) == [1, 2, 4, 6]
+    assert ladder(100)[-3:] == [80, 96, 100]
+    sizes = ladder(256)
+    assert sizes[-1] == 256
+    assert len(sizes) == len(set(sizes)) < 25
+
+
+def test_graph_inputs_arrive_padded(no_cuda: None) -> None:
+    inputs = GraphInputs(4, CPU)
+    padding = dict.fromkeys(GraphInputs.FIELDS, 9.0)
+    for size in (4, 2):
+        inputs.fill(size, {"rows": torch.arange(2).numpy(), "uniform": torch.tensor([0.25]).numpy()}, padding)
+        views = inputs.views(size)
+        assert views["rows"].tolist() == [0, 1, 9, 9][:size]
+        assert views["uniform"].tolist() == [0.25, 9, 9, 9][:size]
+        assert views["cached"].tolist() == [9] * size
+
+
+def test_staging_keeps_values_dtypes_and_alignment(no_cuda: None) -> None:
+    stage = Staging(CPU)
+    for length in (3, 0, 50_000):
+        arrays = {
+            "a": np.arange(length, dtype=np.int32),
+            "b": np.arange(length, dtype=np.int64) * 2**40,
+            "c": np.arange(length, dtype=np.float32) / 3,
+            "d": np.arange(1, dtype=np.int64),
+        }
+        tensors = stage.upload(arrays)
+        assert tensors.keys() == arrays.keys()
+        for name, array in arrays.items():
+            assert np.array_equal(tensors[name].numpy(), array)
+            assert tensors[name].data_ptr() % 8 == 0
