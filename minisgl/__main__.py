@@ -8,18 +8,19 @@ from collections.abc import Sequence
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags and serves, or chats. Returns the exit code; wrong flags end in SystemExit(2)."""
-    from minisgl.env import EnvError, check_environment
-    from minisgl.server.args import parse_args
+    try:
+        # In here, so that Ctrl-C during the imports is no traceback either.
+        from minisgl.env import EnvError, check_environment
+        from minisgl.server.args import parse_args
 
-    args = parse_args(sys.argv[1:] if argv is None else argv)
-    try:
-        check_environment()
-    except EnvError as error:
-        print(f"minisgl: {error}", file=sys.stderr)
-        return 2
-    try:
+        args = parse_args(sys.argv[1:] if argv is None else argv)
+        try:
+            check_environment()
+        except EnvError as error:
+            print(f"minisgl: {error}", file=sys.stderr)
+            return 2
         if args.shell:
-            from minisgl.server.chat import chat
+            from minisgl.shell import chat
 
             return chat(args)
         from minisgl.server.launch import launch

@@ -68,6 +68,8 @@ def launch(args: ServerArgs, *, rank_entry: RankEntry = run_rank) -> int:
             server = stack.enter_context(contextlib.closing(Server(args, run_dir.path)))
             if not server.start(model_path, sock, rank_entry, display):
                 return 0
+            # For the connections that it will accept: one that is left in TIME_WAIT must not keep the next start off.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.listen(BACKLOG)
             server.go()
             print(f"{args.model_name} is served at {url(sock)}", flush=True)

@@ -26,6 +26,7 @@ from minisgl.utils.logging import setup_logging
 logger = logging.getLogger(__name__)
 
 PR_SET_PDEATHSIG = 1
+PR_SET_NAME = 15
 HELD_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 """Blocked by the launcher while it starts a worker, so that none arrives before the worker has decided about it."""
 
@@ -94,7 +95,7 @@ def run_worker(
     An exception of ``entry`` becomes a :class:`Failed` report and exit code 1. ``entry`` is imported before this runs,
     so its module imports what is heavy only when it is called.
     """
-    _die_with(parent)
+    _settle(name, parent)
     # Ctrl-C and a closed terminal reach every process of the group; what then happens is for the launcher to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -121,9 +122,11 @@ def exit_words(exitcode: int | None) -> str:
     return f"exit code {exitcode}"
 
 
-def _die_with(parent: int) -> None:
-    """Asks the kernel to kill this process when its parent ends; ends it at once if the parent has ended already."""
+def _settle(name: str, parent: int) -> None:
+    """Asks the kernel to kill this process when its parent ends, and to call it ``name`` in process lists."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before it could be asked
         os._exit(1)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
-from minisgl.server.args import parse_args
-from minisgl.server.launch import launch
-from minisgl.server.process import Reporter
-from minisgl.server.scheduler_process import RankConfig, serve
+if TYPE_CHECKING:
+    from minisgl.server.process import Reporter
+    from minisgl.server.scheduler_process import RankConfig
 
 
 def run_simulated_rank(config: RankConfig, reporter: Reporter) -> None:
     from minisgl.core import EngineInfo
     from minisgl.engine.simulated import SimulatedEngine, SimulatedModel
+    from minisgl.server.scheduler_process import serve
 
     args = config.args
     if os.environ.get("SIMULATED_FAIL") == str(config.rank):
@@ -36,4 +37,10 @@ def run_simulated_rank(config: RankConfig, reporter: Reporter) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch(parse_args(sys.argv[1:]), rank_entry=run_simulated_rank))
+    try:
+        from minisgl.server.args import parse_args
+        from minisgl.server.launch import launch
+
+        sys.exit(launch(parse_args(sys.argv[1:]), rank_entry=run_simulated_rank))
+    except KeyboardInterrupt:
+        sys.exit(0)
