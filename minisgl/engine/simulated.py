@@ -28,7 +28,7 @@ class SimulationError(AssertionError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulatedModel:
-    """What the simulated model answers: token ``eos`` with probability ``eos_probability``, else any of the vocabulary.
+    """What the simulated model answers: token ``eos`` with probability ``eos_probability``, else any other.
 
     A request fails in the step that feeds one of the ``poison`` tokens.
     """
@@ -42,8 +42,9 @@ class SimulatedModel:
         """One token for each context hash; greedy ones (temperature 0) do not look at ``uniform``."""
         drawn = np.where(temperature > 0, uniform, np.float32(0)).view(np.uint32).astype(np.uint64)
         bits = mix(contexts ^ mix(drawn + _GOLDEN))
-        tokens = (bits % np.uint64(self.vocab_size)).astype(np.int32)
-        ends = mix(bits) < np.uint64(int(self.eos_probability * (2**64 - 1)))
+        tokens = (bits % np.uint64(self.vocab_size - 1)).astype(np.int32)
+        tokens += tokens >= self.eos
+        ends = (mix(bits) >> np.uint64(11)) * 2.0**-53 < self.eos_probability
         return np.where(ends, np.int32(self.eos), tokens)
 
 
@@ -135,6 +136,7 @@ class SimulatedEngine:
         tokens = tokens[counts[sampling.index] == 1]
         failed = dict.fromkeys(np.flatnonzero(bad).tolist(), "The request holds a poisonous token.")
         self._last[batch.rows[counts == 1]] = tokens
+        self._last[batch.rows[bad]] = 0  # the host may have launched its next step before it hears of the failure
         step = SimulatedStep(
             self, BatchResult(ids=tokens, counts=counts, failed=failed), time.monotonic() + self._delay
         )
@@ -198,6 +200,7 @@ class _SimulatedKV:
         self._num_pages = info.num_pages
         self._tokens = np.full(info.num_pages * info.page_size, -1, dtype=np.int32)
         self._hashes = np.zeros(info.num_pages * info.page_size, dtype=np.uint64)
+        self._writer = np.full(info.num_pages, -1, dtype=np.int32)  # the row that began the page
         self._failed_rows = np.empty(0, dtype=np.int32)  # of the step before: the host may not know yet
 
     def step(self, table: Int32, batch: Batch, ids: Int32, bad: Bool) -> UInt64:
@@ -207,7 +210,7 @@ class _SimulatedKV:
         """
         end = batch.cached + batch.new
         pages_used = -(-end // self._page_size)
-        self._check_owners(table, batch.rows, pages_used, batch.cached // self._page_size)
+        self._check_owners(table, batch.rows, pages_used, batch.cached)
         slots, positions, first = self._slots(table, batch.rows, end)
         is_new = positions >= np.repeat(batch.cached, end)
         self._tokens[slots[is_new]] = ids
@@ -246,14 +249,19 @@ class _SimulatedKV:
         pages = table[np.repeat(rows, end), positions // self._page_size].astype(np.int64)
         return pages * self._page_size + positions % self._page_size, positions, first
 
-    def _check_owners(self, table: Int32, rows: Int32, used: Int32, written_from: Int32) -> None:
-        """No page is written that another request of the step reads or writes."""
+    def _check_owners(self, table: Int32, rows: Int32, used: Int32, begins: Int32) -> None:
+        """No page is written that another request of the step reads or writes, or that another one began."""
         cols = np.arange(int(used.max()))
         mine = cols < used[:, None]
         pages = table[rows[:, None], cols]
         if (pages[mine] < 0).any():
             raise SimulationError("A request has tokens without a page.")
         readers = np.bincount(pages[mine], minlength=self._num_pages)
+        written_from = begins // self._page_size
         written = mine & (cols >= written_from[:, None])
         if (readers[pages[written]] != 1).any():
             raise SimulationError("A page is written that has another reader.")
+        begun = begins % self._page_size > 0
+        if (self._writer[pages[np.arange(len(rows)), written_from]] != rows)[begun].any():
+            raise SimulationError("A page is continued that another row began.")
+        self._writer[pages[written]] = np.broadcast_to(rows[:, None], pages.shape)[written]

@@ -147,7 +147,9 @@ class Scheduler:
         """How many tokens of output are known, of a running request."""
         r, row = self._rows, req.row
         length = int(r.length[row])
-        return length - req.prompt_len - int(r.tokens[row, length - 1] == PENDING)
+        # Two may be pending: a step fails while the one after it is under way.
+        pending = np.count_nonzero(r.tokens[row, max(length - 2, 0) : length] == PENDING)
+        return length - req.prompt_len - int(pending)
 
     # Steps
 
