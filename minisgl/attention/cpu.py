@@ -29,6 +29,9 @@ class CpuAttention(AttentionBackend):
             )
         self.kernels = kernels
 
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Nothing: each call cuts its work by itself, in microseconds."""
+
     def forward_qkv(self, qkv: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
         norms = None
         if spec.q_norm is not None and spec.k_norm is not None:

@@ -1,17 +1,17 @@
-// Causal attention over a paged KV cache with an online softmax (Milakov and Gimelshein, 2018; the blocking is that of
-// FlashAttention, Dao et al., 2022).
+// Causal attention over a paged KV cache, with the softmax put together from parts (Milakov and Gimelshein, "Online
+// normalizer calculation for softmax", 2018; Dao et al., "FlashAttention", 2022).
 //
 // A job is some TILE_ROWS query rows that share a KV head: a few neighbouring tokens of one request, times the query heads
-// of the group. It walks over the request's keys in blocks, and blocks make up spans:
+// of the group. It goes over the request's keys span by span:
 //
-//     position   0        64       128      192      256      320
-//                | block  | block  | block  | block  | block  | ..
-//                | span 0: m, l, O                   | span 1: m, l, O ..
-//                                   total = merge(merge(span 0, span 1), span 2) ..
+//     position   0             256            512            768
+//                |   span 0    |    span 1    |    span 2    | ..
+//                  m, l, o         m, l, o         m, l, o         m: largest score, l: sum of e^(score - m),
+//     total        -------> merge -------> merge -------> merge    o: sum of e^(score - m) * value
 //
-// Both are cut by absolute position and merged in order. What a row must not see has weight 0, which changes no bit of its
-// sums. So the result of a row does not depend on its chunk, on its neighbours, on the page size, or on whether spans are
-// done by one thread in turn or by several at once.
+// Spans are cut by absolute position and merged in order. What a row must not see has weight 0, which changes no bit of
+// its sums. So the result of a row does not depend on its chunk, on its neighbours, on the page size, or on whether its
+// spans are done by one thread in turn or by several at once.
 #pragma once
 
 #include "gemm.h"
@@ -19,11 +19,10 @@
 #include <memory>
 #include <vector>
 
-constexpr int64_t BLOCK = 64;
-constexpr int64_t SPAN = 4 * BLOCK;
+constexpr int64_t SPAN = 256;
 constexpr int64_t TILE_ROWS = 4 * MR;
-static_assert(BLOCK % NR == 0);
-constexpr auto SCORE_TILES = tiles<BLOCK>(std::make_integer_sequence<int, MR>());
+constexpr int64_t AHEAD = 2 * WIDTH;  // positions between the fetch of a key and its use
+static_assert(SPAN % NR == 0);
 
 static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
@@ -34,7 +33,7 @@ typedef std::unique_ptr<float[], FreeDeleter> Floats;
 
 static inline Floats floats(int64_t n) { return Floats(static_cast<float*>(aligned_alloc(64, round_up(4 * n, 64)))); }
 
-// Transposes a square of vectors: interleaving the two halves log2(WIDTH) times is a transposition.
+// Transposes a square of vectors: interleaving its two halves log2(WIDTH) times is a transposition.
 static inline void transpose(vec (&rows)[WIDTH]) {
     ivec low, high;
     for (int i = 0; i < WIDTH; i++) {
@@ -54,6 +53,35 @@ static inline void transpose(vec (&rows)[WIDTH]) {
     }
 }
 
+// c (ROWS, NR) = a b, for weights a (ROWS, count), whose rows are SPAN apart, and rows of values b anywhere in memory.
+template <int ROWS>
+static void weigh(int64_t count, const float* __restrict a, const float* const* b, int64_t column, float* __restrict c,
+                  int64_t ldc) {
+    vec low[ROWS]{}, high[ROWS]{};
+    for (int64_t i = 0; i < count; i++) {
+        vec b_low = load(b[i] + column), b_high = load(b[i] + column + WIDTH);
+#pragma GCC unroll 16
+        for (int m = 0; m < ROWS; m++) {
+            vec x = splat(a[m * SPAN + i]);
+            low[m] = fma(x, b_low, low[m]);
+            high[m] = fma(x, b_high, high[m]);
+        }
+    }
+#pragma GCC unroll 16
+    for (int m = 0; m < ROWS; m++) {
+        store(c + m * ldc, low[m]);
+        store(c + m * ldc + WIDTH, high[m]);
+    }
+}
+
+typedef void (*Weigh)(int64_t count, const float* a, const float* const* b, int64_t column, float* c, int64_t ldc);
+
+template <int... LESS>
+constexpr std::array<Weigh, MR + 1> make_weigh(std::integer_sequence<int, LESS...>) {
+    return {nullptr, weigh<LESS + 1>...};
+}
+constexpr auto WEIGH = make_weigh(std::make_integer_sequence<int, MR>());
+
 // Query rows of one request and one KV head: row i is token first + i / group, query head kv_head * group + i % group.
 struct Job {
     int64_t request, kv_head, first, tokens;  // tokens first .. first + tokens - 1 of the batch
@@ -64,14 +92,14 @@ struct Job {
     int64_t spans() const { return (end() - 1) / SPAN + 1 - first_span(); }
 };
 
-// The softmax of some rows under way: weights are relative to e^m, l holds their sum in WIDTH parts, o the weighted values.
+// m, l and o of the picture above, for some rows.
 struct Partial {
-    float *m, *l, *o;  // (rows), (rows, WIDTH), (rows, padded dim)
-    static int64_t size(int64_t rows, int64_t dim) { return rows * (1 + WIDTH + dim); }
-    Partial(float* memory, int64_t rows) : m(memory), l(m + rows), o(l + rows * WIDTH) {}
+    float *m, *l, *o;  // (rows), (rows), (rows, padded dim)
+    static int64_t size(int64_t rows, int64_t dim) { return rows * (2 + dim); }
+    Partial(float* memory, int64_t rows) : m(memory), l(m + rows), o(l + rows) {}
     void clear(int64_t rows, int64_t dim) {
         std::fill_n(m, rows, -INFINITY);
-        std::fill_n(l, rows * (WIDTH + dim), 0.0f);
+        std::fill_n(l, rows * (1 + dim), 0.0f);
     }
 };
 
@@ -96,16 +124,17 @@ struct Attention {
     // One thread's memory for one job at a time.
     struct Scratch {
         Floats memory;
-        float *query;  // packed tiles of (dim, rows)
-        float *key;    // panels of (dim, NR positions)
-        float *value;  // panels of (BLOCK positions, NR)
-        float *score;  // (rows, BLOCK)
+        float *query, *key, *score;  // packed tiles of (dim, rows); panels of (dim, NR positions); (rows, SPAN)
+        float *copy, *zeros;         // (SPAN, padded dim), (padded dim)
         explicit Scratch(const Attention& a)
-            : memory(floats(a.max_rows() * (a.dim + BLOCK) + BLOCK * (a.dim + a.padded()))),
+            : memory(floats(a.max_rows() * (a.dim + SPAN) + SPAN * (a.dim + a.padded()) + a.padded())),
               query(memory.get()),
               key(query + a.max_rows() * a.dim),
-              value(key + BLOCK * a.dim),
-              score(value + BLOCK * a.padded()) {}
+              score(key + SPAN * a.dim),
+              copy(score + SPAN * a.max_rows()),
+              zeros(copy + SPAN * a.padded()) {
+            std::fill_n(zeros, a.padded(), 0.0f);
+        }
     };
 
     std::vector<Job> jobs() const {
@@ -132,81 +161,82 @@ struct Attention {
             }
     }
 
-    // Brings keys and values of positions begin .. begin + count - 1 into panels. What no row may see is never read.
-    void gather(const Job& job, int64_t begin, int64_t count, float* key, float* value) const {
+    // Finds positions begin .. begin + count - 1 in the pages: their keys go into panels, their values stay where they are
+    // if they can be read in whole vectors there. What no row may see is never read, zeros stand for it.
+    void gather(const Job& job, int64_t begin, int64_t count, const Scratch& s, const float** value_rows) const {
         const int32_t* pages = table + rows[job.request] * table_stride;
-        int64_t size = kv_heads * dim;
-        const float *key_rows[BLOCK], *value_rows[BLOCK];
+        const float* key_rows[SPAN + AHEAD];
         for (int64_t i = 0; i < count; i++) {
             int64_t position = begin + i, slot = pages[position / page_size] * page_size + position % page_size;
+            int64_t offset = (slot * kv_heads + job.kv_head) * dim;
             bool seen = position >= job.begin;
-            key_rows[i] = seen ? keys + slot * size + job.kv_head * dim : nullptr;
-            value_rows[i] = seen ? values + slot * size + job.kv_head * dim : nullptr;
+            key_rows[i] = seen ? keys + offset : s.zeros;
+            value_rows[i] = seen ? values + offset : s.zeros;
         }
+        std::fill(key_rows + count, key_rows + round_up(count, WIDTH) + AHEAD, s.zeros);
+        std::fill(value_rows + count, value_rows + round_up(count, WIDTH), s.zeros);
         for (int64_t i = 0; i < count; i += WIDTH)
             for (int64_t d = 0; d < dim; d += WIDTH) {
                 vec square[WIDTH];
-                for (int64_t j = 0; j < WIDTH; j++)
-                    square[j] = i + j < count && key_rows[i + j] ? load_some(key_rows[i + j] + d, dim - d) : vec{};
+                // A head's rows lie too far apart for the hardware to foresee the next one.
+                for (int64_t j = 0; j < WIDTH; j++) {
+                    __builtin_prefetch(key_rows[i + j + AHEAD] + d, 0, 2);
+                    __builtin_prefetch(value_rows[i + j] + d, 0, 2);
+                }
+                for (int64_t j = 0; j < WIDTH; j++) square[j] = load_some(key_rows[i + j] + d, dim - d);
                 transpose(square);
-                for (int64_t j = 0; j < std::min<int64_t>(WIDTH, dim - d); j++)
-                    store(key + i / NR * NR * dim + (d + j) * NR + i % NR, square[j]);
+                float* panel = s.key + i / NR * NR * dim + i % NR;
+                for (int64_t j = 0; j < std::min<int64_t>(WIDTH, dim - d); j++) store(panel + (d + j) * NR, square[j]);
             }
-        for (int64_t i = 0; i < count; i++)
-            for (int64_t d = 0; d < padded(); d += WIDTH)
-                store(value + d / NR * NR * BLOCK + i * NR + d % NR,
-                      value_rows[i] && d < dim ? load_some(value_rows[i] + d, dim - d) : vec{});
+        if (dim % NR == 0) return;
+        for (int64_t i = 0; i < count; i++) {
+            float* copy = s.copy + i * padded();
+            std::fill(std::copy_n(value_rows[i], dim, copy), copy + padded(), 0.0f);
+            value_rows[i] = copy;
+        }
     }
 
-    // Turns a row of scores (count) into weights and brings m, l and o (padded) of the row up to them. It sees first .. last.
-    void soften(float* score, int64_t count, int64_t first, int64_t last, float& m, float* l, float* o) const {
-        vec highest = splat(m);
+    // Turns a row of scores (count) into weights, of which it may have first .. last; sets its m and l.
+    void soften(float* score, int64_t count, int64_t first, int64_t last, float& m, float& l) const {
+        vec highest = splat(-INFINITY), total{};
         ivec index;
         for (int i = 0; i < WIDTH; i++) index[i] = i;
+        bool all = first <= 0 && last >= round_up(count, WIDTH) - 1;
         for (int64_t i = 0; i < count; i += WIDTH, index += WIDTH) {
             vec s = load(score + i) * splat(scale);
-            s = (index >= (int32_t)first) & (index <= (int32_t)last) ? s : splat(-INFINITY);
+            if (!all) s = (index >= (int32_t)first) & (index <= (int32_t)last) ? s : splat(-INFINITY);
             store(score + i, s);
             highest = maximum(highest, s);
         }
-        float new_m = maximum(highest);
-        // Until a row has seen a position, take any number for its maximum but not infinity, whose difference is NaN.
-        vec base = splat(new_m == -INFINITY ? 0.0f : new_m), sum = load(l);
-        if (new_m != m) {
-            vec decay = exp(splat(m) - base);
-            sum *= decay;
-            for (int64_t d = 0; d < padded(); d += WIDTH) store(o + d, load(o + d) * decay);
-        }
+        m = maximum(highest);
+        // A row that sees nothing here must not get infinity minus infinity, which is NaN.
+        vec base = splat(m == -INFINITY ? 0.0f : m);
         for (int64_t i = 0; i < count; i += WIDTH) {
             vec p = exp(load(score + i) - base);
             store(score + i, p);
-            sum += p;
+            total += p;
         }
-        store(l, sum);
-        m = new_m;
+        l = sum(total);
     }
 
     void attend(const Job& job, int64_t span, const Scratch& s, Partial part) const {
-        int64_t job_rows = job.tokens * group();
+        int64_t begin = std::max(span * SPAN, job.begin / WIDTH * WIDTH), end = std::min((span + 1) * SPAN, job.end());
+        int64_t count = end - begin, job_rows = job.tokens * group();
+        const float* value_rows[SPAN];
+        gather(job, begin, count, s, value_rows);
         Cut cut(job_rows);
-        part.clear(job_rows, padded());
-        int64_t begin = std::max(span * SPAN, job.begin / BLOCK * BLOCK), end = std::min((span + 1) * SPAN, job.end());
-        for (int64_t block = begin; block < end; block += BLOCK) {
-            int64_t count = std::min(BLOCK, end - block);
-            gather(job, block, count, s.key, s.value);
-            for (int64_t column = 0; column < count; column += NR)
-                for (int64_t t = 0; t < cut.count; t++)
-                    PACKED_TILES[cut.rows(t)](dim, s.query + cut.begin(t) * dim, s.key + column * dim,
-                                              s.score + cut.begin(t) * BLOCK + column, BLOCK, false);
-            for (int64_t i = 0; i < job_rows; i++) {
-                int64_t last = job.position + i / group() - block, first = window ? last - window + 1 : 0;
-                soften(s.score + i * BLOCK, count, first, last, part.m[i], part.l + i * WIDTH, part.o + i * padded());
-            }
-            for (int64_t column = 0; column < padded(); column += NR)
-                for (int64_t t = 0; t < cut.count; t++)
-                    SCORE_TILES[cut.rows(t)](count, s.score + cut.begin(t) * BLOCK, s.value + column * BLOCK,
-                                             part.o + cut.begin(t) * padded() + column, padded(), true);
+        for (int64_t column = 0; column < count; column += NR)
+            for (int64_t t = 0; t < cut.count; t++)
+                TILES[cut.rows(t)](dim, s.query + cut.begin(t) * dim, s.key + column * dim,
+                                   s.score + cut.begin(t) * SPAN + column, SPAN, false);
+        for (int64_t i = 0; i < job_rows; i++) {
+            int64_t last = job.position + i / group() - begin, first = window ? last - window + 1 : 0;
+            soften(s.score + i * SPAN, count, first, last, part.m[i], part.l[i]);
         }
+        for (int64_t column = 0; column < padded(); column += NR)
+            for (int64_t t = 0; t < cut.count; t++)
+                WEIGH[cut.rows(t)](count, s.score + cut.begin(t) * SPAN, value_rows, column,
+                                   part.o + cut.begin(t) * padded() + column, padded());
     }
 
     // total = total and then part; with nothing in one of them, the other bit for bit.
@@ -215,19 +245,19 @@ struct Attention {
             float m = std::max(total.m[i], part.m[i]);
             if (m == -INFINITY) continue;
             vec a = exp(splat(total.m[i] - m)), b = exp(splat(part.m[i] - m));
-            auto add = [&](float* to, const float* from) { store(to, fma(load(from), b, load(to) * a)); };
-            add(total.l + i * WIDTH, part.l + i * WIDTH);
-            for (int64_t d = i * padded(); d < (i + 1) * padded(); d += WIDTH) add(total.o + d, part.o + d);
+            for (int64_t d = i * padded(); d < (i + 1) * padded(); d += WIDTH)
+                store(total.o + d, fma(load(part.o + d), b, load(total.o + d) * a));
+            total.l[i] = total.l[i] * a[0] + part.l[i] * b[0];
             total.m[i] = m;
         }
     }
 
     void finish(const Job& job, Partial total) const {
         for (int64_t i = 0; i < job.tokens * group(); i++) {
-            vec scale = splat(1.0f / sum(load(total.l + i * WIDTH)));
+            vec weight = splat(1.0f / total.l[i]);
             float* to = out + ((job.first + i / group()) * heads + job.kv_head * group() + i % group()) * dim;
             for (int64_t d = 0; d < dim; d += WIDTH)
-                store_some(to + d, load(total.o + i * padded() + d) * scale, dim - d);
+                store_some(to + d, load(total.o + i * padded() + d) * weight, dim - d);
         }
     }
 

@@ -34,23 +34,21 @@ constexpr int MR = 6;  // 12 of 16
 constexpr int64_t BLOCK_K = 2048;
 constexpr int64_t BLOCK_FLOATS = 96 * 1024;  // of packed x, to stay in a core's second-level cache
 
-// c (ROWS, NR) = or += a b, for a panel b (k, NR). With STRIDE 0, a is a packed tile (k, ROWS), that is, transposed;
-// otherwise it is row-major (ROWS, k) with rows STRIDE apart.
-template <int ROWS, int STRIDE>
+// c (ROWS, NR) = or += a^T b, for a packed tile a (k, ROWS) and a panel b (k, NR).
+template <int ROWS>
 static void tile(int64_t k, const float* __restrict a, const float* __restrict b, float* __restrict c, int64_t ldc,
                  bool resume) {
-    constexpr int ROW_STEP = STRIDE ? STRIDE : 1, K_STEP = STRIDE ? 1 : ROWS;
     vec low[ROWS], high[ROWS];
 #pragma GCC unroll 16
     for (int m = 0; m < ROWS; m++) {
         low[m] = resume ? load(c + m * ldc) : vec{};
         high[m] = resume ? load(c + m * ldc + WIDTH) : vec{};
     }
-    for (int64_t i = 0; i < k; i++, a += K_STEP, b += NR) {
+    for (int64_t i = 0; i < k; i++, a += ROWS, b += NR) {
         vec b_low = load(b), b_high = load(b + WIDTH);
 #pragma GCC unroll 16
         for (int m = 0; m < ROWS; m++) {
-            vec x = splat(a[m * ROW_STEP]);
+            vec x = splat(a[m]);
             low[m] = fma(x, b_low, low[m]);
             high[m] = fma(x, b_high, high[m]);
         }
@@ -65,11 +63,11 @@ static void tile(int64_t k, const float* __restrict a, const float* __restrict b
 typedef void (*Tile)(int64_t k, const float* a, const float* b, float* c, int64_t ldc, bool resume);
 
 // The tiles of 1 .. MR rows, by their number of rows.
-template <int STRIDE, int... LESS>
-constexpr std::array<Tile, MR + 1> tiles(std::integer_sequence<int, LESS...>) {
-    return {nullptr, tile<LESS + 1, STRIDE>...};
+template <int... LESS>
+constexpr std::array<Tile, MR + 1> make_tiles(std::integer_sequence<int, LESS...>) {
+    return {nullptr, tile<LESS + 1>...};
 }
-constexpr auto PACKED_TILES = tiles<0>(std::make_integer_sequence<int, MR>());
+constexpr auto TILES = make_tiles(std::make_integer_sequence<int, MR>());
 
 // The cut of `rows` into tiles of nearly equal height: the first `tall` have height + 1 rows, the others height.
 struct Cut {
@@ -117,7 +115,7 @@ static void gemm(const float* x, int64_t ldx, const float* panels, const float* 
                     bool whole = columns == NR;
                     if (!whole && k0)
                         for (int64_t m = 0; m < rows; m++) memcpy(edge + m * NR, c + m * ldo, 4 * columns);
-                    PACKED_TILES[rows](depth, tiles + cut.begin(t) * depth, panel, whole ? c : edge, whole ? ldo : NR, k0 > 0);
+                    TILES[rows](depth, tiles + cut.begin(t) * depth, panel, whole ? c : edge, whole ? ldo : NR, k0 > 0);
                     if (!whole)
                         for (int64_t m = 0; m < rows; m++) memcpy(c + m * ldo, edge + m * NR, 4 * columns);
                     if (bias && last)
