@@ -29,6 +29,10 @@ def make_communicator(
     return TorchCommunicator(rank, world_size, device, rendezvous, timeout)
 
 
+# torch 2.13 renames it, and warns on every call of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class TorchCommunicator(Communicator):
     """A process belongs to one group at a time, since torch.distributed keeps its default group per process."""
 
@@ -55,17 +59,18 @@ class TorchCommunicator(Communicator):
         if self.device.type == "cpu" and self.world_size > 2:
             # A ring adds each element in an order that depends on its place in the buffer, and so on the neighbours of
             # a row. Two summands commute; more are added in rank order, to keep rows independent of their batch.
-            return torch.stack(self._gather(x)).sum(dim=0)
+            return self._gather(x).sum(dim=0)
         dist.all_reduce(x)
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self._gather(x), dim=-1)
+        return torch.cat(self._gather(x).unbind(), dim=-1)
 
-    def _gather(self, x: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.empty((self.world_size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(parts, x.contiguous())
-        return list(parts.unbind())
+    def _gather(self, x: torch.Tensor) -> torch.Tensor:
+        """(world_size, the shape of x)"""
+        parts = torch.empty((self.world_size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+        _all_gather(parts, x.contiguous())
+        return parts.view(self.world_size, *x.shape)
 
     def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
         dist.broadcast(x, source)

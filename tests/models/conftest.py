@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from one_thread import one_thread
 from tiny_models import Tiny, make_tiny
+
+__all__ = ["one_thread", "tiny"]
 
 
 @pytest.fixture(scope="session")
