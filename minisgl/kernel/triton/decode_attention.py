@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .decode_plan import Cut, plan_size, window_start
-from .launch import launch, num_sms, power_of_2, wait_for_previous
+from .launch import launch, num_sms, offset_type, power_of_2, wait_for_previous
 from .rope import norm_rope
 
 if TYPE_CHECKING:
@@ -28,12 +28,13 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch parameters: tokens of a tile, programs per multiprocessor, warps and pipeline stages."""
+    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, and a bound on registers."""
 
     tile: int
     programs_per_sm: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
@@ -137,6 +138,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
+    OFFSET: tl.constexpr,
     FIXED: tl.constexpr,
     FUSED: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
@@ -217,14 +219,15 @@ def _decode_kernel(
         for tile in range(low, high, TILE):
             token = tile + tl.arange(0, TILE)
             valid = (token < high) & (token >= start)
-            place = slot.to(tl.int64)[:, None] * kv_stride + kv_head * HEAD_DIM + d[None, :]
+            place = (slot.to(OFFSET) * kv_stride + kv_head * HEAD_DIM)[:, None] + d[None, :]
             mask = valid[:, None] & in_head[None, :]
             k = tl.load(k_pool_ptr + place, mask=mask, other=0.0)
-            score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            score = tl.dot(q, tl.trans(k), input_precision="ieee")
             score = tl.where(valid[None, :], score, float("-inf"))
             new_top = tl.maximum(top, tl.max(score, axis=1))
-            keep = tl.exp2(top - new_top)
-            weight = tl.exp2(score - new_top[:, None])
+            # The scale comes in here, where it costs nothing: a multiplication and a subtraction are one instruction.
+            keep = tl.exp2(top * scale - new_top * scale)
+            weight = tl.exp2(score * scale - (new_top * scale)[:, None])
             weight_sum = weight_sum * keep + tl.sum(weight, axis=1)
             v = tl.load(v_pool_ptr + place, mask=mask, other=0.0)
             acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
@@ -255,7 +258,7 @@ def _decode_kernel(
             own = (base + first_slot + part * slot_step - tl.where(part > 0, slot_skip, 0)) * GROUP + g
             mine = partial_ptr + own[:, None] * HEAD_DIM + d[None, :]
             tl.store(mine, acc, mask=head_mask & in_head[None, :])
-            tl.store(stats_ptr + own * 2, top, mask=g < GROUP)
+            tl.store(stats_ptr + own * 2, top * scale, mask=g < GROUP)
             tl.store(stats_ptr + own * 2 + 1, weight_sum, mask=g < GROUP)
             # All threads have written before one of them announces it.
             tl.debug_barrier()
@@ -403,11 +406,13 @@ def decode_attention(
         TILE=config.tile,
         UNIT=workspace.unit,
         WINDOW=spec.sliding_window or 0,
+        OFFSET=offset_type(k_pool),
         FIXED=workspace.fixed,
         FUSED=fused is not None,
         ROTARY_DIM=spec.rotary_dim if fused else 0,
         HAS_NORM=fused is not None and spec.q_norm is not None,
         BLOCK_P=max(2, 4096 // (group_pow2 * block_d)),
+        maxnreg=config.max_registers,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         pdl=pdl,

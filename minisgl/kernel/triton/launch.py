@@ -53,3 +53,8 @@ def supports_pdl(device: torch.device) -> bool:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n``: the length of a Triton block that holds n elements."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def offset_type(tensor: torch.Tensor) -> Any:
+    """The type for offsets into ``tensor``: int32 where it suffices, since wide ones cost registers and instructions."""
+    return tl.int32 if tensor.numel() < 2**31 else tl.int64

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .decode_attention import LOG2_E, page_slots
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import launch, offset_type, power_of_2, wait_for_previous
 
 if TYPE_CHECKING:
     from ...attention.base import AttentionSpec
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Launch parameters: rows of a block, keys of a tile, warps and pipeline stages."""
+    """Launch parameters: rows of a block, keys of a tile, warps, pipeline stages, and a bound on registers per thread."""
 
     rows: int
     tile: int
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
 
 
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
@@ -78,13 +79,14 @@ def _attend_tiles(
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Goes on with the softmax over keys low .. high - 1, where low is a multiple of TILE, and so is high if not MASKED."""
     d = tl.arange(0, BLOCK_D)
     slot = page_slots(table, low, limit, PAGE, TILE)
     for tile in range(low, high, TILE):
-        place = slot.to(tl.int64)[:, None] * KV_STRIDE + d[None, :]
+        place = (slot.to(OFFSET) * KV_STRIDE)[:, None] + d[None, :]
         key = tile + tl.arange(0, TILE)
         if MASKED:
             k = tl.load(k_pool_ptr + place, mask=(key < limit)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -92,19 +94,20 @@ def _attend_tiles(
             k = tl.load(k_pool_ptr + place)
         else:
             k = tl.load(k_pool_ptr + place, mask=(d < HEAD_DIM)[None, :], other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        score = tl.dot(q, tl.trans(k), input_precision="ieee")
         if MASKED:
             visible = key[None, :] <= position[:, None]
             if WINDOW > 0:
                 visible &= key[None, :] > position[:, None] - WINDOW
             score = tl.where(visible, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
-        origin = new_top
+        # The scale comes in here, where it costs nothing: a multiplication and a subtraction are one instruction.
+        origin = new_top * scale
         if MASKED:
             # A row that has seen no key yet must not compute inf - inf.
-            origin = tl.where(new_top == float("-inf"), 0.0, new_top)
-        keep = tl.exp2(top - origin)
-        weight = tl.exp2(score - origin[:, None])
+            origin = tl.where(new_top == float("-inf"), 0.0, origin)
+        keep = tl.exp2(top * scale - origin)
+        weight = tl.exp2(score * scale - origin[:, None])
         weight_sum = weight_sum * keep + tl.sum(weight, axis=1)
         acc = acc * keep[:, None]
         if MASKED:
@@ -142,6 +145,7 @@ def _prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -185,15 +189,15 @@ def _prefill_kernel(
     if WINDOW > 0:
         acc, top, weight_sum = _attend_tiles(
             q, acc, top, weight_sum, low, inner_low, length, position, k_head, v_head, table, scale,
-            kv_stride, HEAD_DIM, BLOCK_D, PAGE, TILE, WINDOW, True,
+            kv_stride, HEAD_DIM, BLOCK_D, PAGE, TILE, WINDOW, OFFSET, True,
         )  # fmt: skip
     acc, top, weight_sum = _attend_tiles(
         q, acc, top, weight_sum, inner_low, inner_high, length, position, k_head, v_head, table, scale,
-        kv_stride, HEAD_DIM, BLOCK_D, PAGE, TILE, WINDOW, False,
+        kv_stride, HEAD_DIM, BLOCK_D, PAGE, TILE, WINDOW, OFFSET, False,
     )  # fmt: skip
     acc, top, weight_sum = _attend_tiles(
         q, acc, top, weight_sum, inner_high, high, length, position, k_head, v_head, table, scale,
-        kv_stride, HEAD_DIM, BLOCK_D, PAGE, TILE, WINDOW, True,
+        kv_stride, HEAD_DIM, BLOCK_D, PAGE, TILE, WINDOW, OFFSET, True,
     )  # fmt: skip
     acc = acc / weight_sum[:, None]
     place = (token64 * heads + head)[:, None] * HEAD_DIM + d[None, :]
@@ -245,6 +249,8 @@ def prefill_attention(
         ROWS=config.rows,
         TILE=config.tile,
         WINDOW=spec.sliding_window or 0,
+        OFFSET=offset_type(k_pool),
+        maxnreg=config.max_registers,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         pdl=pdl,
