@@ -140,10 +140,19 @@ def test_launcher_is_killed_during_the_start(flags: list[str], tmp_path: Path) -
         server.check_gone()
 
 
-@pytest.mark.parametrize("name", ["scheduler 0", "scheduler 1", "detokenizer", "tokenizer 0", "api server 1"])
-def test_worker_is_killed(flags: list[str], tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "counts"),
+    [
+        ("scheduler", []),
+        ("scheduler 1", ["--tp", "2"]),
+        ("tokenizer", []),
+        ("tokenizer 0", ["--num-tokenizer", "1"]),
+        ("detokenizer", ["--num-tokenizer", "1"]),
+        ("api server 1", ["--num-api-server", "2"]),
+    ],
+)
+def test_worker_is_killed(flags: list[str], tmp_path: Path, name: str, counts: list[str]) -> None:
     """/health says so within two seconds, requests in flight get an error, and the server can still be ended."""
-    counts = ["--tp", "2", "--num-tokenizer", "1", "--num-api-server", "2"]
     with (
         ServerProcess(*flags, *counts, tmp=tmp_path, **SLOW).wait_ready() as server,
         concurrent.futures.ThreadPoolExecutor() as pool,
