@@ -41,6 +41,7 @@ class ChatTemplate:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        /,
         *,
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -53,7 +54,7 @@ class ChatTemplate:
         if not messages:
             raise ChatTemplateError("messages is empty; a chat takes at least one message.")
         if "messages" in variables:
-            raise ChatTemplateError("messages cannot be a template variable too.")
+            raise ChatTemplateError("A template variable cannot be called messages.")
         prepared = [_prepare(message) for message in messages]
         known: dict[str, Any] = {"documents": None, **self._special_tokens, **variables}
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
+from tokenizers.processors import TemplateProcessing
 
 from .errors import TokenizerError
 
@@ -94,7 +95,8 @@ def convert(metadata: Mapping[str, Any], where: str) -> ConvertedTokenizer:
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         tokens = [AddedToken(t, normalized=False, special=special) for t in vocabulary.of_type(kind)]
         (tokenizer.add_special_tokens if special else tokenizer.add_tokens)(tokens)
-    return ConvertedTokenizer(tokenizer, _config(vocabulary, bos), _generation(metadata))
+    _add_bos_and_eos(tokenizer, vocabulary, bos)
+    return ConvertedTokenizer(tokenizer, _config(vocabulary), _generation(metadata))
 
 
 class _Vocabulary:
@@ -177,11 +179,19 @@ def _sentencepiece(vocabulary: _Vocabulary) -> Tokenizer:
     return tokenizer
 
 
-def _config(vocabulary: _Vocabulary, bos: bool) -> dict[str, Any]:
+def _add_bos_and_eos(tokenizer: Tokenizer, vocabulary: _Vocabulary, bos: bool) -> None:
+    """As the file says; where it does not, ``bos`` is whether BOS is added."""
+    start = vocabulary.token("bos_token_id") if vocabulary.get("add_bos_token", bos) else None
+    end = vocabulary.token("eos_token_id") if vocabulary.get("add_eos_token", False) else None
+    tokenizer.post_processor = TemplateProcessing(
+        single=[part for part in (start, "$A", end) if part is not None],
+        special_tokens=[(token, vocabulary.ids[token]) for token in {start, end} if token is not None],
+    )
+
+
+def _config(vocabulary: _Vocabulary) -> dict[str, Any]:
     names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     config: dict[str, Any] = {f"{ours}_token": vocabulary.token(f"{theirs}_token_id") for ours, theirs in names.items()}
-    config["add_bos_token"] = bool(vocabulary.get("add_bos_token", bos))
-    config["add_eos_token"] = bool(vocabulary.get("add_eos_token", False))
     if template := vocabulary.metadata.get("tokenizer.chat_template"):
         prefix = "tokenizer.chat_template."
         more = {key.removeprefix(prefix): t for key, t in vocabulary.metadata.items() if key.startswith(prefix)}

@@ -10,7 +10,6 @@ from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
-from tokenizers.processors import TemplateProcessing
 
 from .chat_template import DEFAULT, ChatTemplate
 from .convert import GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, tokenizer_directory
@@ -63,11 +62,11 @@ class Tokenizer:
         """Decodes ids one by one; joined, the texts are those of :meth:`decode`."""
         return self._streams(skip_special_tokens)
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
         """The prompt as text; see :meth:`ChatTemplate.render`. Raises :class:`ChatTemplateError`."""
         return self._chat.render(messages, **variables)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
         """The prompt as ids. The template writes BOS where the model wants one, so none is added to it."""
         return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
 
@@ -149,14 +148,21 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]) -> None:
-    """Gives ``backend`` what the configuration says beyond tokenizer.json."""
+    """Gives ``backend`` the tokens that the configuration has beyond tokenizer.json.
+
+    Whether BOS and EOS are added is for tokenizer.json alone to say: ``add_bos_token`` in the configuration is for the
+    older forms of tokenizers, and transformers 5 does not look at it here either.
+    """
     backend.no_truncation()
     backend.no_padding()
     known = backend.get_added_tokens_decoder()
     for token_id, token in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0])):
         if int(token_id) not in known:
             backend.add_tokens([AddedToken(**{k: v for k, v in token.items() if k != "__type"})])
-    more = [_content(token) for token in config.get("additional_special_tokens") or ()]
+    more: list[str | None] = []
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        tokens = config.get(key) or ()
+        more += [_content(token) for token in (tokens.values() if isinstance(tokens, dict) else tokens)]
     added = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     for name in [*special_tokens.values(), *more]:
         # One that is no id of the model (a padding token that training added) stays out: it would become a new id.
@@ -166,23 +172,6 @@ def _complete(backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_
         if not token.special:
             token.special = True
             backend.add_special_tokens([token])
-    if "add_bos_token" in config or "add_eos_token" in config:
-        backend.post_processor = _bos_and_eos(backend, config, special_tokens)
-
-
-def _bos_and_eos(
-    backend: tokenizers.Tokenizer, config: Mapping[str, Any], special_tokens: Mapping[str, str]
-) -> TemplateProcessing:
-    wanted = {
-        name: special_tokens[name]
-        for name in ("bos_token", "eos_token")
-        if config.get(f"add_{name}") and name in special_tokens
-    }
-    parts = [wanted.get("bos_token"), "$A", wanted.get("eos_token")]
-    return TemplateProcessing(
-        single=[part for part in parts if part is not None],
-        special_tokens=[(token, backend.token_to_id(token)) for token in wanted.values()],
-    )
 
 
 def _chat_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:

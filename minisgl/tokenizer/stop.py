@@ -18,11 +18,12 @@ class StopMatcher:
     longest prefix of that string which the text ends with, so the largest state is how much has to be held back.
     """
 
-    __slots__ = ("_automata", "_held", "_include", "_states", "matched")
+    __slots__ = ("_automata", "_firsts", "_held", "_include", "_states", "matched")
 
     def __init__(self, stops: Sequence[str], include: bool) -> None:
         """``stops`` are not empty. With ``include`` the matched string is part of what is passed on."""
         self._automata = [(stop, _borders(stop)) for stop in stops]
+        self._firsts = {stop[0] for stop in stops}
         self._states = [0] * len(stops)
         self._held = ""
         self._include = include
@@ -30,6 +31,8 @@ class StopMatcher:
 
     def feed(self, text: str) -> str:
         """What may be shown, now that ``text`` has arrived. Once :attr:`matched`, there is no more to feed."""
+        if not self._held and self._firsts.isdisjoint(text):
+            return text  # nothing has begun and nothing begins: nearly always so
         longest = 0
         for position, char in enumerate(text):
             for i, (stop, borders) in enumerate(self._automata):

@@ -53,7 +53,7 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, max_seq_len: int | None) -
     if isinstance(prompt, ChatPrompt):
         try:
             text = tokenizer.render_chat(prompt.messages, **prompt.template_kwargs)
-        except (ChatTemplateError, TypeError) as error:  # TypeError: a variable that is one of render_chat's own names
+        except ChatTemplateError as error:
             raise _PromptError(str(error), "messages") from error
         _check_length(tokenizer, text, max_seq_len, "messages")
         ids, param = tokenizer.encode(text, add_special_tokens=False), "messages"
