@@ -1,0 +1,130 @@
+"""Who goes to which expert: the step before grouped matrix products.
+
+No sort is needed. Every (token, choice) pair takes the next free place in its expert's list:
+
+    pairs      0>e2  1>e0  2>e2  3>e1  ...            pair = token * top_k + choice
+    members    e0: [1 ...]   e1: [3 ...]   e2: [0 2 ...]        (E, T): an expert gets a token once at most
+    counts     1             1             2
+
+Which place a pair gets depends on chance, but nothing else does: each row of a product is computed on its own.
+"""
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+
+from .launch import launch, power_of_2, wait_for_previous
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_kernel(
+    logits_ptr,
+    logits_stride,
+    weights_ptr,
+    members_ptr,
+    counts_ptr,
+    num_tokens,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    choice = tl.arange(0, BLOCK_K)[None, :]
+    valid = (token < num_tokens)[:, None]
+    wait_for_previous(PDL)
+    place = logits_ptr + token.to(tl.int64)[:, None] * logits_stride + expert
+    logits = tl.load(place, mask=valid & (expert < E), other=float("-inf")).to(tl.float32)
+    prob = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    prob = prob / tl.sum(prob, axis=1)[:, None]
+    # A row of NaN (padding, say) still has to choose experts that exist.
+    prob = tl.where(prob == prob, prob, 0.0)
+    prob = tl.where(expert < E, prob, -1.0)
+    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
+    chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(prob, axis=1)[:, None]
+        index = tl.min(tl.where(prob == best, expert, BLOCK_E), axis=1)[:, None]
+        weights = tl.where(choice == j, best, weights)
+        chosen = tl.where(choice == j, index, chosen)
+        prob = tl.where(expert == index, -1.0, prob)
+    if NORMALISE:
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    pair = token[:, None] * TOP_K + choice
+    real = valid & (choice < TOP_K)
+    tl.store(weights_ptr + pair, weights.to(weights_ptr.dtype.element_ty), mask=real)
+    position = tl.atomic_add(counts_ptr + chosen, 1, mask=real, sem="relaxed")
+    tl.store(members_ptr + chosen.to(tl.int64) * num_tokens + position, pair, mask=real)
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _assign_kernel(
+    experts_ptr, members_ptr, counts_ptr, num_pairs, TOP_K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    valid = pair < num_pairs
+    wait_for_previous(PDL)
+    expert = tl.load(experts_ptr + pair, mask=valid, other=0).to(tl.int64)
+    position = tl.atomic_add(counts_ptr + expert, 1, mask=valid, sem="relaxed")
+    tl.store(members_ptr + expert * (num_pairs // TOP_K) + position, pair, mask=valid)
+
+
+def route(
+    logits: torch.Tensor,
+    top_k: int,
+    normalise: bool,
+    counts: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax, top-k and assignment in one: returns weights (T, top_k) of ``dtype`` and members (E, T) int32.
+
+    ``logits`` (T, E). Weights are probabilities over all experts; with ``normalise`` the chosen ones sum to 1. ``counts``
+    (E) int32 must be zero, and counts the members of each expert afterwards. Reference: :func:`minisgl.layers.moe.route`.
+    """
+    tokens, num_experts = logits.shape
+    weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
+    members = torch.empty((num_experts, tokens), dtype=torch.int32, device=logits.device)
+    if tokens:
+        block_t = 1 if tokens <= 128 else 4
+        launch(
+            _route_kernel,
+            (triton.cdiv(tokens, block_t),),
+            logits,
+            logits.stride(0),
+            weights,
+            members,
+            counts,
+            tokens,
+            E=num_experts,
+            TOP_K=top_k,
+            NORMALISE=normalise,
+            BLOCK_T=block_t,
+            BLOCK_E=power_of_2(num_experts),
+            BLOCK_K=power_of_2(top_k),
+            num_warps=block_t,
+            pdl=pdl,
+        )
+    return weights, members
+
+
+def assign(experts: torch.Tensor, counts: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
+    """Members (E, T) int32 for choices made elsewhere: ``experts`` (T, top_k), contiguous, distinct within a token.
+
+    ``counts`` as for :func:`route`.
+    """
+    tokens, top_k = experts.shape
+    members = torch.empty((counts.shape[0], tokens), dtype=torch.int32, device=experts.device)
+    if tokens:
+        block = 256
+        grid = (triton.cdiv(experts.numel(), block),)
+        launch(
+            _assign_kernel, grid, experts, members, counts, experts.numel(), TOP_K=top_k, BLOCK=block, num_warps=4, pdl=pdl
+        )
+    return members
