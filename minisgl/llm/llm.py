@@ -1,0 +1,250 @@
+"""`LLM`: prompts in, completions out, with the scheduler and the engine in this very process."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self, overload
+
+from tqdm import tqdm
+
+from minisgl.addresses import Addresses
+from minisgl.core import EngineInfo, FinishReason, SamplingParams
+from minisgl.engine.config import Progress
+from minisgl.engine.engine import TorchEngine
+from minisgl.message import (
+    AbortBackendMsg,
+    ChatPrompt,
+    IdsPrompt,
+    Prompt,
+    TextPrompt,
+    TokenizeMsg,
+    UserReply,
+    pack_ids,
+    unpack_ids,
+)
+from minisgl.models.source import resolve_model
+from minisgl.scheduler import Scheduler, SchedulerConfig
+from minisgl.server.args import ServerArgs
+from minisgl.server.scheduler_process import RankConfig, engine_config
+from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, tokenize_request
+
+from .local_io import LocalIO
+from .ranks import FollowerRanks
+
+Message = dict[str, Any]
+"""A chat message in OpenAI's shape: ``{"role": ..., "content": ...}``."""
+
+
+class RequestError(ValueError):
+    """A prompt that cannot be served; what it says names the reason."""
+
+
+@dataclass(slots=True)
+class Completion:
+    """The answer to one prompt. ``token_ids`` are all that were sampled, an end token included."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    def add(self, reply: UserReply) -> None:
+        self.text += reply.text
+        self.token_ids += unpack_ids(reply.ids).tolist()
+        self.finish_reason = reply.finish
+        self.prompt_tokens, self.cached_tokens = reply.prompt_tokens, reply.cached_tokens
+        self.completion_tokens = reply.completion_tokens
+
+
+class LLM:
+    """A model in this process.
+
+        with LLM("path/or/id") as llm:
+            llm.generate("The capital of France is", SamplingParams(max_tokens=8)).text
+            llm.chat([{"role": "user", "content": "Hello"}]).text
+
+    ``model`` and ``options`` are those of the command line, with underscores (``LLM(page_size=1, tp=2)``); the options
+    of the server (ports, processes) do nothing here. With ``tp`` above 1 the other ranks are processes of their own, so
+    the program needs the usual ``if __name__ == "__main__":``. Not for several threads at once.
+
+    Raises :class:`~minisgl.models.source.ModelNotAvailable`, or ValueError for an option that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: Progress | None = None,
+        **options: Any,
+    ) -> None:
+        args = ServerArgs(model=model, **options)
+
+        def told(what: str, fraction: float | None = None) -> None:
+            if progress is not None:
+                progress(what, fraction)
+
+        path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=told)
+        seed = random.getrandbits(63) if args.seed is None else args.seed
+        with contextlib.ExitStack() as stack:
+            ranks = None
+            if args.tp > 1:
+                ranks = FollowerRanks(args, path, seed)
+                stack.callback(ranks.close)
+            addresses = ranks.addresses if ranks else Addresses(directory="")
+            rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
+            engine = TorchEngine(engine_config(rank_config), told)
+            stack.callback(engine.close)
+            if ranks:
+                ranks.wait_ready()
+            self._tokenizer = load_tokenizer(path)
+            self._io = LocalIO(Detokenizer(self._tokenizer), ranks.inboxes if ranks else ())
+            config = SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=seed)
+            self._scheduler = Scheduler(engine, self._io, config)
+            self.engine_info: EngineInfo = engine.info
+            self.generation_defaults = generation_defaults(path)
+            self._closing = stack.pop_all()
+        self._uids = itertools.count()
+
+    @overload
+    def generate(
+        self, prompts: str | list[int], params: SamplingParams | None = None, *, progress: bool = True
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]: ...
+    def generate(
+        self,
+        prompts: str | list[int] | list[str] | list[list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Completion | list[Completion]:
+        """Completes one prompt (a string or token ids), or a list of them in order, with one ``params`` or one each.
+
+        ``progress`` shows a bar. Raises :class:`RequestError` for a prompt that cannot be served, and
+        :class:`~minisgl.core.ParameterError` for a parameter out of range; the other prompts are dropped then.
+        """
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            return self._run([_prompt(prompts)], params, False)[0]
+        return self._run([_prompt(prompt) for prompt in prompts], params, progress)
+
+    @overload
+    def chat(
+        self, messages: list[Message], params: SamplingParams | None = None, *, progress: bool = True
+    ) -> Completion: ...
+    @overload
+    def chat(
+        self,
+        messages: list[list[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> list[Completion]: ...
+    def chat(
+        self,
+        messages: list[Message] | list[list[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = True,
+    ) -> Completion | list[Completion]:
+        """Answers one conversation, or a list of them; otherwise as :meth:`generate`."""
+        one = bool(messages) and isinstance(messages[0], dict)
+        conversations: Any = [messages] if one else messages
+        completions = self._run([ChatPrompt(messages=c) for c in conversations], params, progress and not one)
+        return completions[0] if one else completions
+
+    def stream_chat(self, messages: list[Message], params: SamplingParams | None = None) -> Generator[UserReply]:
+        """The answer to one conversation, piece by piece. Closing the generator ends the request."""
+        uid = self._submit(ChatPrompt(messages=messages), params or SamplingParams())
+        try:
+            yield from self._replies({uid})
+        finally:
+            self._abort([uid])
+
+    def close(self) -> None:
+        """Frees the model and everything else. Safe to call twice."""
+        self._closing.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(
+        self,
+        prompts: list[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool,
+    ) -> list[Completion]:
+        if params is None or isinstance(params, SamplingParams):
+            each: Sequence[SamplingParams] = [params or SamplingParams()] * len(prompts)
+        else:
+            each = params
+        if len(each) != len(prompts):
+            raise ValueError(f"There are {len(prompts)} prompts but {len(each)} SamplingParams; give one, or one each.")
+        completions: dict[int, Completion] = {}
+        try:
+            for prompt, its in zip(prompts, each, strict=True):
+                completions[self._submit(prompt, its)] = Completion()
+            with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not progress) as bar:
+                tokens = 0
+                for reply in self._replies(set(completions)):
+                    completions[reply.uid].add(reply)
+                    if reply.finish is not None:
+                        tokens += reply.completion_tokens
+                        bar.update()
+                        bar.set_postfix(tokens=tokens)
+        finally:
+            self._abort(completions)
+        return list(completions.values())
+
+    def _submit(self, prompt: Prompt, params: SamplingParams) -> int:
+        params.validate()
+        uid = next(self._uids)
+        message = tokenize_request(self._tokenizer, TokenizeMsg(uid=uid, prompt=prompt, params=params))
+        if isinstance(message, UserReply):
+            raise RequestError(message.error.message if message.error else "The prompt cannot be served.")
+        self._io.submit(message)
+        return uid
+
+    def _replies(self, uids: set[int]) -> Generator[UserReply]:
+        """Runs the scheduler until all of ``uids`` have ended."""
+        while uids:
+            self._scheduler.step()
+            for reply in self._io.take_replies():
+                if reply.error is not None:
+                    raise RequestError(reply.error.message)
+                if reply.finish is not None:
+                    uids.discard(reply.uid)
+                yield reply
+
+    def _abort(self, uids: Iterable[int]) -> None:
+        """Ends what is left of ``uids``, so that the next call finds a clean house. Most often that is nothing."""
+        for uid in uids:
+            self._io.submit(AbortBackendMsg(uid=uid))
+        while self._scheduler.step():
+            pass
+        self._io.take_replies()
+
+
+def _prompt(prompt: object) -> Prompt:
+    if isinstance(prompt, str):
+        return TextPrompt(text=prompt)
+    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+        return IdsPrompt(ids=pack_ids(prompt))
+    raise TypeError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
