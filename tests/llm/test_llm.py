@@ -1,0 +1,169 @@
+"""The offline class on a tiny random checkpoint with a tokenizer, and on the default model."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tiny_models import make_reference
+
+from minisgl import LLM, SamplingParams
+from minisgl.core import ParameterError
+from minisgl.llm.llm import RequestError
+
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory as a user would have it: config, weights, tokenizer, chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path = tmp_path_factory.mktemp("llm") / "tiny"
+    make_reference("llama").save_pretrained(path)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    printable = [c for c in alphabet if c.isascii()] + ["Ġ", "Ċ"]
+    vocab = {token: i + 3 for i, token in enumerate(printable)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), page_size=4, num_pages=200, max_running_req=8) as llm:
+        yield llm
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+def test_one_prompt_gives_one_completion(llm: LLM) -> None:
+    result = llm.generate("hello", GREEDY)
+    assert result.finish_reason == "length"
+    assert result.completion_tokens == len(result.token_ids) == 12
+    assert result.prompt_tokens == 5
+
+
+def test_many_prompts_come_back_in_order_and_equal_to_each_alone(llm: LLM) -> None:
+    prompts = [f"prompt {i} " + "x" * (i * 7 % 11) for i in range(20)]  # more than there are rows
+    params = [SamplingParams(temperature=0, max_tokens=3 + i % 9, ignore_eos=True) for i in range(20)]
+    together = llm.generate(prompts, params, progress=False)
+    alone = [llm.generate(p, s) for p, s in zip(prompts, params, strict=True)]
+    assert [r.token_ids for r in together] == [r.token_ids for r in alone]
+    assert [r.completion_tokens for r in together] == [s.max_tokens for s in params]
+
+
+def test_ids_and_text_are_the_same_prompt(llm: LLM) -> None:
+    ids = llm._tokenizer.encode("same")
+    assert llm.generate(ids, GREEDY).token_ids == llm.generate("same", GREEDY).token_ids
+    assert llm.generate([ids, ids[:2]], GREEDY, progress=False)[0].token_ids == llm.generate("same", GREEDY).token_ids
+
+
+def test_chat_applies_the_template(llm: LLM) -> None:
+    chat = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
+    assert chat.token_ids == llm.generate("<user>hi<assistant>", GREEDY).token_ids
+    several = llm.chat(
+        [[{"role": "user", "content": "hi"}], [{"role": "user", "content": "yo"}]], GREEDY, progress=False
+    )
+    assert several[0].token_ids == chat.token_ids
+
+
+def test_seeded_sampling_repeats_whatever_runs_beside(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=12, ignore_eos=True)
+    alone = llm.generate("seeded", params)
+    crowd = llm.generate(["seeded", *(f"other {i}" for i in range(9))], params, progress=False)
+    assert crowd[0].token_ids == alone.token_ids
+    other = SamplingParams(temperature=1.0, seed=8, max_tokens=12, ignore_eos=True)
+    assert llm.generate("seeded", other).token_ids != alone.token_ids
+
+
+def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:
+    prompt = "a prompt that is long enough to fill a few pages"
+    first, second = llm.generate(prompt, GREEDY), llm.generate(prompt, GREEDY)
+    assert second.cached_tokens >= len(prompt) - 4
+    assert first.token_ids == second.token_ids
+
+
+def test_stop_string_ends_the_answer_and_leaves_nothing_running(llm: LLM) -> None:
+    full = llm.generate("stop here", GREEDY).text
+    stop = full[4:6]
+    result = llm.generate("stop here", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(stop,)))
+    assert result.finish_reason == "stop"
+    assert result.text == full[: full.index(stop)]
+    assert llm._scheduler.idle
+
+
+def test_a_bad_prompt_says_why_and_the_next_call_works(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="128 tokens"):
+        llm.generate(["fine", "x" * 500], GREEDY, progress=False)
+    with pytest.raises(RequestError, match="empty"):
+        llm.generate("", GREEDY)
+    with pytest.raises(RequestError, match="vocabulary"):
+        llm.generate([5, 10_000], GREEDY)
+    with pytest.raises(ParameterError, match="top_p"):
+        llm.generate("x", SamplingParams(top_p=0))
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        llm.generate(["a", "b"], [GREEDY])
+    assert llm._scheduler.idle
+    assert llm.generate("fine", GREEDY).completion_tokens == 12
+
+
+def test_an_unknown_option_is_a_type_error(model: Path) -> None:
+    with pytest.raises(TypeError, match="pagesize"):
+        LLM(str(model), pagesize=4)
+
+
+def test_stream_chat_can_be_left_early(llm: LLM) -> None:
+    stream = llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY)
+    first = next(stream)
+    stream.close()
+    assert first.completion_tokens >= 1
+    assert llm._scheduler.idle
+    whole = "".join(r.text for r in llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY))
+    assert whole == llm.chat([{"role": "user", "content": "hi"}], GREEDY).text
+
+
+def test_closing_frees_and_a_second_one_can_be_made(model: Path) -> None:
+    process = psutil.Process()
+    ids = []
+    for _ in range(2):
+        llm = LLM(str(model), num_pages=64)
+        ids.append(llm.generate("again", GREEDY).token_ids)
+        threads = process.num_threads()
+        llm.close()
+        llm.close()
+        gc.collect()
+        assert process.num_threads() < threads
+    assert ids[0] == ids[1]
+
+
+@pytest.mark.process
+def test_two_ranks_give_the_output_of_one(model: Path, llm: LLM) -> None:
+    prompts = ["first prompt", "second", "and the third one"]
+    expected = [r.token_ids for r in llm.generate(prompts, GREEDY, progress=False)]
+    with LLM(str(model), tp=2, page_size=4, num_pages=64) as two:
+        assert [r.token_ids for r in two.generate(prompts, GREEDY, progress=False)] == expected
+        children = psutil.Process().children()
+        assert children
+    deadline = time.monotonic() + 5
+    while (
+        any(c.is_running() and "spawn_main" in " ".join(c.cmdline()) for c in children) and time.monotonic() < deadline
+    ):
+        time.sleep(0.05)
+    assert not [c for c in children if c.is_running() and "spawn_main" in " ".join(c.cmdline())]
+
+
+def test_importing_the_package_loads_no_torch() -> None:
+    code = "import sys, minisgl; minisgl.SamplingParams; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ, timeout=30)
