@@ -85,7 +85,7 @@ def _is_whole(path: Path, model: PackagedModel) -> bool:
     # The hash was checked before the file got its name; hashing 98 MB at every start would cost what it saves.
     try:
         return path.stat().st_size == model.size
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return False
 
 

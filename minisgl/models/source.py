@@ -126,16 +126,14 @@ def _choose(name: str, files: list[str], weights: bool) -> list[str]:
 
 
 def _huggingface(name: str, weights: bool, progress: Progress) -> Path:
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import HfApi, snapshot_download, try_to_load_from_cache
 
     try:
-        with contextlib.suppress(LocalEntryNotFoundError):
-            path = Path(snapshot_download(name, local_files_only=True))
-            if _is_whole(path, weights):
-                return path
-        files = HfApi().list_repo_files(name)
-        wanted = _choose(name, files, weights)
+        # Not by snapshot_download: for that a snapshot is whole only with all the files we never wanted.
+        cached = try_to_load_from_cache(name, "config.json")
+        if isinstance(cached, str) and _is_whole(Path(cached).parent, weights):
+            return Path(cached).parent
+        wanted = _choose(name, HfApi().list_repo_files(name), weights)
         progress(f"fetching {name} from Hugging Face")
         return Path(snapshot_download(name, allow_patterns=wanted))
     except ModelNotAvailable:
@@ -154,10 +152,10 @@ def _huggingface_file(repository: str, file: str, progress: Progress) -> Path:
         progress(f"fetching {file} of {repository} from Hugging Face")
         return Path(hf_hub_download(repository, file))
     except Exception as error:
-        raise _hub_error(f"{repository}/{file}", error) from error
+        raise _hub_error(repository, error, file) from error
 
 
-def _hub_error(name: str, error: Exception) -> ModelNotAvailable:
+def _hub_error(repository: str, error: Exception, file: str = "") -> ModelNotAvailable:
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -165,6 +163,7 @@ def _hub_error(name: str, error: Exception) -> ModelNotAvailable:
         RepositoryNotFoundError,
     )
 
+    name = f"{repository}/{file}" if file else repository
     if isinstance(error, GatedRepoError):
         return ModelNotAvailable(
             f"{name} is gated: accept its terms on its Hugging Face page, log in with `hf auth login` and start again."
@@ -176,9 +175,10 @@ def _hub_error(name: str, error: Exception) -> ModelNotAvailable:
         )
     if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
         return ModelNotAvailable(f"The repository has no such file: {name}.")
+    command = f"hf download {repository} {file}".rstrip()
     return ModelNotAvailable(
         f"{name} is neither a local path nor in the local cache, and Hugging Face could not be asked "
-        f"({type(error).__name__}); run `hf download {name}` where there is a network, or pass a directory."
+        f"({type(error).__name__}); run `{command}` where there is a network, or pass a local path."
     )
 
 

