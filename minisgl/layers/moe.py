@@ -27,19 +27,8 @@ class SparseMoE(nn.Module):
         self.experts = ExpertWeights(hidden_size, config, context)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, experts = route(self.gate(x), self.top_k, self.norm_topk_prob)
-        return self.comm.all_reduce(self.experts(x, weights.to(x.dtype), experts))
-
-
-def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Router logits (T, E) -> weights (T, top_k) float32 and experts (T, top_k) int64, the likeliest first.
-
-    Weights are probabilities over all experts; with ``normalise`` those of the chosen ones sum to 1.
-    """
-    weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
-    if normalise:
-        weights = weights / weights.sum(dim=-1, keepdim=True)
-    return weights, experts
+        mixed = self.experts.product.forward_routed(x, self.gate(x), self.top_k, self.norm_topk_prob)
+        return self.comm.all_reduce(mixed)
 
 
 class ExpertWeights(LoadedModule, nn.Module):
@@ -68,6 +57,3 @@ class ExpertWeights(LoadedModule, nn.Module):
     def finalize(self) -> None:
         backend = experts_class(self.context.moe_backend)
         self.product = backend(self.gate_up.take(), self.down.take(), self.context.ops, self.context.pack)
-
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        return self.product.forward(x, weights, experts)

@@ -9,7 +9,7 @@ import torch
 
 from ..distributed.communicator import Communicator, SingleCommunicator
 from ..layers.context import BuildContext
-from ..layers.device import make_ops, make_pack
+from ..layers.device import default_moe, make_ops, make_pack
 from .base import CausalLM
 from .config import ModelConfig
 from .dummy import fill_dummy
@@ -26,7 +26,7 @@ def build_model(
     comm: Communicator | None = None,
     load: Literal["auto", "dummy"] = "auto",
     max_positions: int | None = None,
-    moe_backend: str = "torch",
+    moe_backend: str | None = None,
     progress: Progress | None = None,
 ) -> CausalLM:
     """The model of this rank with its weights on ``device``.
@@ -41,7 +41,7 @@ def build_model(
         comm=comm or SingleCommunicator(),
         ops=make_ops(device, dtype),
         pack=make_pack(device, dtype),
-        moe_backend=moe_backend,
+        moe_backend=moe_backend or default_moe(device),
         max_positions=max_positions or config.max_context,
     )
     model = model_class(config.architecture)(config, context).eval()

@@ -30,6 +30,22 @@ class Experts(ABC):
         Returns (T, H). The result of a token does not depend on the other tokens.
         """
 
+    def forward_routed(self, x: torch.Tensor, logits: torch.Tensor, top_k: int, normalise: bool) -> torch.Tensor:
+        """:meth:`forward` from the router's ``logits`` (T, E). Override it to choose in a kernel as well."""
+        weights, experts = route(logits, top_k, normalise)
+        return self.forward(x, weights.to(x.dtype), experts)
+
+
+def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Router logits (T, E) -> weights (T, top_k) float32 and experts (T, top_k) int64, the likeliest first.
+
+    Weights are probabilities over all experts; with ``normalise`` those of the chosen ones sum to 1.
+    """
+    weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(top_k, dim=-1)
+    if normalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return weights, experts
+
 
 def experts_class(name: str) -> type[Experts]:
     """Raises ValueError for an unknown name."""

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 
 from minisgl.kernel.cpu import load
 from minisgl.layers.device import make_pack
-from minisgl.layers.moe import route
 from minisgl.layers.ops import Ops
 from minisgl.layers.weight import Pack, PlainWeight
-from minisgl.moe.base import experts_class
+from minisgl.moe.base import experts_class, route
 from minisgl.moe.torch_experts import TorchExperts
 
 EXPERTS, HIDDEN, INNER, TOP_K = 7, 24, 10, 3

@@ -86,7 +86,7 @@ def route(
     """Softmax, top-k and assignment in one: returns weights (T, top_k) of ``dtype`` and members (E, T) int32.
 
     ``logits`` (T, E). Weights are probabilities over all experts; with ``normalise`` the chosen ones sum to 1. ``counts``
-    (E) int32 must be zero, and counts the members of each expert afterwards. Reference: :func:`minisgl.layers.moe.route`.
+    (E) int32 must be zero, and counts the members of each expert afterwards. Reference: :func:`minisgl.moe.base.route`.
     """
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
