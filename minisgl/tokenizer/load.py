@@ -36,6 +36,8 @@ class Tokenizer:
         self._chat = ChatTemplate(chat_templates, special_tokens)
         self.special_tokens = dict(special_tokens)
         self.bos_token_id: int | None = self._id("bos_token")
+        self.adds_bos: bool = self.bos_token_id is not None and self.encode("")[:1] == [self.bos_token_id]
+        """Whether :meth:`encode` puts BOS in front of a text."""
         eos = self._id("eos_token")
         self.end_token_ids: frozenset[int] = end_token_ids | ({eos} if eos is not None else set())
         """All tokens that end an answer, from wherever the model names them."""

@@ -61,7 +61,7 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, max_seq_len: int | None) -
         _check_length(tokenizer, prompt.text, max_seq_len, "prompt")
         ids, param = tokenizer.encode(prompt.text), "prompt"
         # The client may have applied the chat template itself, and that has written BOS already.
-        if len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
+        if tokenizer.adds_bos and ids[1:2] == [tokenizer.bos_token_id]:
             del ids[0]
     else:
         ids, param = unpack_ids(prompt.ids).tolist(), "prompt"

@@ -71,6 +71,12 @@ def test_there_is_exactly_one_bos(chatty: Tokenizer) -> None:
     assert ids_of(chatty, TextPrompt(text="")) == [0]
 
 
+def test_where_none_is_added_none_is_taken_away(save_model: SaveModel) -> None:
+    """ChatML models call <|im_start|> their BOS and add none."""
+    tokenizer = load_tokenizer(save_model(byte_level(), tokenizer_config={"bos_token": "<|im_start|>"}))
+    assert ids_of(tokenizer, TextPrompt(text="<|im_start|><|im_start|>")) == [2, 2]
+
+
 def test_end_tokens_stop_unless_they_are_ignored(chatty: Tokenizer) -> None:
     def stops(**params: Any) -> tuple[int, ...]:
         result = ask(chatty, TextPrompt(text="a"), **params)
