@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tokenizers
-from tiny_tokenizers import FAMILIES
+from tiny_tokenizers import FAMILIES, SaveModel
 
 from minisgl.tokenizer import Tokenizer, load_tokenizer
-
-SaveModel = Callable[..., Path]
 
 
 @pytest.fixture

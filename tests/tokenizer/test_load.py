@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from conftest import SaveModel
-from tiny_tokenizers import byte_level, sentencepiece
+from tiny_tokenizers import SaveModel, byte_level, sentencepiece
 from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import zmq
-from conftest import SaveModel
-from tiny_tokenizers import byte_level
+from tiny_tokenizers import SaveModel, byte_level
 
 from minisgl.addresses import Addresses
 from minisgl.core import SamplingParams

@@ -3,8 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import SaveModel
-from tiny_tokenizers import byte_level
+from tiny_tokenizers import SaveModel, byte_level
 from tokenizers.processors import TemplateProcessing
 
 from minisgl.core import SamplingParams

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+
+SaveModel = Callable[..., Path]
+"""What the fixture ``save_model`` is."""
 
 TEXT = [
     "Hello world, how are you? The quick brown fox jumps over the lazy dog.",
