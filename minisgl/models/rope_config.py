@@ -38,6 +38,8 @@ class RopeConfig:
     def from_dict(cls, raw: Mapping[str, Any], head_dim: int, max_position: int) -> RopeConfig:
         """From the fields of a config.json. Raises ValueError for an unknown type or a value that makes no sense."""
         params = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+        if any(isinstance(value, dict) for value in params.values()):
+            raise ValueError("rope parameters that differ between layers are not supported.")
         kind = params.get("rope_type") or params.get("type") or "default"
         if kind not in ROPE_TYPES:
             raise ValueError(f"unsupported rope type {kind!r}; supported are {', '.join(ROPE_TYPES)}.")
@@ -47,6 +49,9 @@ class RopeConfig:
             if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"rope type {kind!r} needs a positive number as {key}, not {value!r}.")
             return float(value)
+
+        def optional(key: str) -> float | None:
+            return None if params.get(key) is None else number(key)
 
         partial = params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
         rotary_dim = int(head_dim * partial)
@@ -70,9 +75,9 @@ class RopeConfig:
             factor=factor,
             low_freq_factor=number("low_freq_factor") if kind == "llama3" else 1.0,
             high_freq_factor=number("high_freq_factor") if kind == "llama3" else 1.0,
-            beta_fast=float(params.get("beta_fast") or 32),
-            beta_slow=float(params.get("beta_slow") or 1),
-            attention_factor=params.get("attention_factor"),
+            beta_fast=optional("beta_fast") or 32.0,
+            beta_slow=optional("beta_slow") or 1.0,
+            attention_factor=optional("attention_factor"),
             mscale=params.get("mscale"),
             mscale_all_dim=params.get("mscale_all_dim"),
             truncate=bool(params.get("truncate", True)),

@@ -128,6 +128,8 @@ def test_expert_layers() -> None:
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, "low_freq_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": float("nan")}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 2.0}}}, "differ between layers"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "attention_factor": "high"}}, "attention_factor"),
         ({"partial_rotary_factor": 0.2}, "even part"),
         ({"quantization_config": {"quant_method": "awq"}}, "awq.*supported are"),
         ({"hidden_act": "gelu"}, "gelu.*silu"),
