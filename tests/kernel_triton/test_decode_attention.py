@@ -7,22 +7,16 @@ import torch
 from helpers_triton import Paged, assert_close, dtypes, make_spec, poison, randn
 
 from minisgl.kernel.triton.decode_attention import DecodeConfig, DecodeWorkspace, FusedQKV, decode_attention
-from minisgl.kernel.triton.decode_plan import plan_decode
 from minisgl.layers.ops import Ops
 
 LENGTHS = [1, 37, 16, 90, 3]
 GPU_LENGTHS = [1, 1000, 16, 4000, 517, 64, 65, 8191]
 
 
-def run(paged, spec, q, workspace, fixed=False):
+def run(paged, spec, q, workspace):
     out = torch.empty(len(paged.rows), spec.num_heads * spec.head_dim, dtype=paged.k_pool.dtype, device=paged.rows.device)
     poison(out, workspace.partial, workspace.stats)
-    plan_decode(
-        workspace.plan(spec.sliding_window),
-        paged.seq_lens,
-        workspace.num_programs,
-        workspace.cut(spec.sliding_window),
-    )
+    workspace.plan(spec.sliding_window, paged.seq_lens)
     decode_attention(
         q, paged.k_pool, paged.v_pool, paged.table, paged.rows, paged.seq_lens, spec, workspace, out
     )
@@ -131,7 +125,7 @@ def test_one_long_request_is_shared_by_all_programs(rng, device, on_gpu):
     paged = Paged.make(rng, [length], 16, 1, 64, torch.float32, device)
     spec = make_spec(rng, 2, 1, 64, torch.float32, device)
     workspace = make_workspace(spec, [length], torch.float32, device, on_gpu)
-    plan_decode(workspace.plan(None), paged.seq_lens, workspace.num_programs, workspace.cut(None))
-    assert workspace.plan(None)[1] == min(workspace.num_programs, -(-length // workspace.config.tile))
+    workspace.plan(None, paged.seq_lens)
+    assert workspace.plans[None][1] == min(workspace.num_programs, -(-length // workspace.config.tile))
     q = randn(rng, 1, 2, 64, dtype=torch.float32, device=device)
     assert_close(run(paged, spec, q, workspace), paged.reference(q, [1], spec))

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .decode_plan import Cut, plan_size, window_start
+from .decode_plan import Cut, plan_decode, plan_size, window_start
 from .launch import launch, num_sms, offset_type, power_of_2, wait_for_previous
 from .rope import norm_rope
 
@@ -28,12 +28,14 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, and a bound on registers."""
+    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, the fewest units (of one
+    tile, unless parts are fixed) that are worth a program, and a bound on registers."""
 
     tile: int
     programs_per_sm: int
     num_warps: int
     num_stages: int
+    min_units: int = 1
     max_registers: int | None = None
 
 
@@ -308,10 +310,9 @@ class DecodeWorkspace:
     ) -> None:
         self.config = config or decode_config(head_dim, dtype.itemsize)
         self.fixed = fixed
-        programs = num_sms(device) * self.config.programs_per_sm
-        self.num_programs = max(1, programs // num_kv_heads)
-        unit = 512 // self.config.tile if fixed else 1
-        self.unit = max(1, unit)
+        self.max_requests = max_requests
+        self.num_programs = max(1, num_sms(device) * self.config.programs_per_sm // num_kv_heads)
+        self.unit = max(1, 512 // self.config.tile) if fixed else 1
         self.num_slots = 2 * self.num_programs
         if fixed:
             self.num_slots = max_tokens // (self.unit * self.config.tile) + 2 * max_requests
@@ -320,20 +321,17 @@ class DecodeWorkspace:
         self.stats = torch.empty((slots, 2), dtype=torch.float32, device=device)
         # Zero between launches: the program that merges puts its counter back.
         self.counters = torch.zeros(max_requests * num_kv_heads, dtype=torch.int32, device=device)
-        self._plan_size = plan_size(max_requests, self.num_programs)
-        self._plans: dict[int, torch.Tensor] = {}
+        self.plans: dict[int | None, torch.Tensor] = {}
+        """The plan of each sliding window that there is."""
         self._device = device
 
-    def cut(self, window: int | None) -> Cut:
-        """How to cut layers of that sliding window."""
-        return Cut(self.config.tile, self.unit, 1, self.fixed, window or 0)
-
-    def plan(self, window: int | None) -> torch.Tensor:
-        """The plan of layers of that sliding window, one buffer for each window."""
-        key = window or 0
-        if key not in self._plans:
-            self._plans[key] = torch.empty(self._plan_size, dtype=torch.int32, device=self._device)
-        return self._plans[key]
+    def plan(self, window: int | None, seq_lens: torch.Tensor, *, pdl: bool = False) -> None:
+        """Plans a step for the layers of that sliding window. Makes its buffer when the window is new."""
+        if window not in self.plans:
+            size = plan_size(self.max_requests, self.num_programs)
+            self.plans[window] = torch.empty(size, dtype=torch.int32, device=self._device)
+        cut = Cut(self.config.tile, self.unit, self.config.min_units, window or 0)
+        plan_decode(self.plans[window], seq_lens, self.max_requests, self.num_programs, cut, pdl=pdl)
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +355,7 @@ def decode_attention(
     *,
     pdl: bool = False,
 ) -> None:
-    """Attends for the last token of each of B requests, whose plan is in ``workspace.plan(spec.sliding_window)``.
+    """Attends for the last token of each of B requests, planned with :meth:`DecodeWorkspace.plan`.
 
     ``q`` is (B, Hq, D) with contiguous heads, its K and V being in the pool already, or a :class:`FusedQKV`. ``k_pool``
     and ``v_pool`` are (pages, page_size, Hkv, D), contiguous; ``rows`` and ``seq_lens`` (B) int32; ``out`` (B, Hq * D),
@@ -387,7 +385,7 @@ def decode_attention(
         spec.q_norm if fused else None,
         spec.k_norm if fused else None,
         spec.norm_eps,
-        workspace.plan(spec.sliding_window),
+        workspace.plans[spec.sliding_window],
         workspace.partial,
         workspace.stats,
         workspace.counters,

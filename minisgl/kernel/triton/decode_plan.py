@@ -36,7 +36,6 @@ class Cut:
     tile: int
     unit: int
     min_units: int
-    fixed: bool
     window: int
 
 
@@ -87,8 +86,16 @@ def plan_size(num_requests: int, num_programs: int) -> int:
     return HEADER + 1 + num_requests + num_programs
 
 
-def plan_decode(plan: torch.Tensor, seq_lens: torch.Tensor, num_programs: int, cut: Cut, *, pdl: bool = False) -> None:
-    """Fills ``plan`` (:func:`plan_size`, int32) for requests of ``seq_lens`` (B) int32 tokens."""
+def plan_decode(
+    plan: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_requests: int,
+    num_programs: int,
+    cut: Cut,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Fills ``plan`` (:func:`plan_size`, int32) for requests of ``seq_lens`` (B) int32 tokens; B is at most ``max_requests``."""
     size = seq_lens.shape[0]
     launch(
         _plan_kernel,
@@ -101,7 +108,7 @@ def plan_decode(plan: torch.Tensor, seq_lens: torch.Tensor, num_programs: int, c
         UNIT=cut.unit,
         MIN_UNITS=cut.min_units,
         WINDOW=cut.window,
-        BLOCK_B=power_of_2(size),
+        BLOCK_B=power_of_2(max_requests),
         BLOCK_G=16,
         num_warps=4,
         pdl=pdl,

@@ -157,6 +157,7 @@ def _prefill_kernel(
     first_row = tl.load(blocks_ptr + num_blocks + block)
     begin = tl.load(cu_new_ptr + request)
     new = tl.load(cu_new_ptr + request + 1) - begin
+    begin -= tl.load(cu_new_ptr)
     length = tl.load(seq_lens_ptr + request)
     table = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
 
@@ -221,7 +222,7 @@ def prefill_attention(
 ) -> None:
     """Causal attention of the last ``cu_new[i + 1] - cu_new[i]`` tokens of each request over all its tokens.
 
-    ``q`` (T, Hq, D) has contiguous heads; tokens of request i are ``cu_new[i] .. cu_new[i + 1] - 1`` of it. Their K and V
+    ``q`` (T, Hq, D) has contiguous heads; request i begins at its token ``cu_new[i] - cu_new[0]``. K and V of all tokens
     are in the pools (pages, page_size, Hkv, D) already. ``rows``, ``seq_lens`` (B) and ``cu_new`` (B + 1) are int32;
     ``blocks`` is :func:`plan_prefill` of them on the device. Writes ``out`` (T, Hq * D), contiguous.
     """

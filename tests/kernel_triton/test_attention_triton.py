@@ -1,0 +1,82 @@
+"""The backend as a whole against the torch reference: mixed steps, one after the other, over one pool."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers_triton import assert_close, dtypes, make_spec, randn
+
+from minisgl.attention.base import BackendConfig
+from minisgl.attention.registry import make_backend
+from minisgl.engine.forward_batch import ForwardBatch, HostPlan, token_slots
+from minisgl.engine.kv_pool import KVPool
+from minisgl.layers.ops import Ops
+
+ROWS = 4
+
+
+def forward_batch(steps, table, page_size, device):
+    """``steps``: (row, cached, new) of each request, those with one new token first."""
+    rows, cached, new = (np.array(column, np.int32) for column in zip(*steps, strict=True))
+    cu_new = np.cumsum([0, *new]).astype(np.int32)
+    positions = np.concatenate([np.arange(c, c + n) for c, n in zip(cached, new, strict=True)]).astype(np.int32)
+
+    def put(array):
+        return torch.from_numpy(array).to(device)
+
+    positions_on = put(positions)
+    return ForwardBatch(
+        input_ids=torch.zeros_like(positions_on),
+        positions=positions_on,
+        slots=token_slots(table, put(np.repeat(rows, new)), positions_on, page_size),
+        rows=put(rows),
+        cached=put(cached),
+        seq_lens=put(cached + new),
+        cu_new=put(cu_new),
+        page_table=table,
+        page_size=page_size,
+        host=HostPlan.of(cached, new),
+    )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (None, 9)])
+def test_steps_agree_with_the_reference(rng, device, on_gpu, fused, windows):
+    big = 13 if on_gpu else 1
+    scenario = [
+        [(0, 0, 7 * big), (2, 0, 3)],
+        [(2, 3, 1), (0, 7 * big, 12 * big), (1, 0, 18 * big)],
+        [(0, 19 * big, 1), (2, 4, 1), (1, 18 * big, 1)],
+        [(0, 19 * big + 1, 1), (1, 18 * big + 1, 2), (3, 0, 1 * big + 1)],
+    ]
+    heads, kv_heads, dim, page_size = 4, 2, 64, 4
+    for dtype in dtypes(on_gpu):
+        pages = 40 * big
+        config = BackendConfig(heads, kv_heads, dim, page_size, ROWS, 1024, 1024, dtype, device)
+        backends = [make_backend(name, config, Ops()) for name in ("triton", "torch")]
+        pools = [KVPool(2, pages, page_size, kv_heads, dim, dtype=dtype, device=device) for _ in backends]
+        for pool in pools:
+            pool.k.fill_(float("nan"))
+            pool.v.fill_(float("nan"))
+        table = torch.full((ROWS + 1, 20 * big), pages, dtype=torch.int32, device=device)
+        order = torch.randperm(pages, generator=rng).to(device, torch.int32)
+        table[:ROWS, : pages // ROWS] = order.view(ROWS, -1)
+        specs = [make_spec(rng, heads, kv_heads, dim, dtype, device, window=window) for window in windows]
+        for steps in scenario:
+            outs = []
+            batches = [forward_batch(steps, table, page_size, device) for _ in backends]
+            tokens = batches[0].num_tokens
+            qkvs = [randn(rng, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device) for _ in specs]
+            for backend, pool, batch in zip(backends, pools, batches, strict=True):
+                backend.prepare(batch)
+                for spec, qkv in zip(specs, qkvs, strict=True):
+                    if fused:
+                        outs.append(backend.forward_qkv(qkv.clone(), spec, pool, batch))
+                    else:
+                        q, k, v = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
+                        outs.append(backend.forward(q, k, v, spec, pool, batch))
+            for out, reference in zip(outs[: len(specs)], outs[len(specs) :], strict=True):
+                assert_close(out, reference, factor=2)
+        assert_close(pools[0].k[0].nan_to_num(), pools[1].k[0].nan_to_num())
+        assert torch.equal(pools[0].v[0].nan_to_num(), pools[1].v[0].nan_to_num())
