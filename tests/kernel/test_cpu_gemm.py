@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -30,6 +32,14 @@ def test_a_row_does_not_depend_on_the_others(kernels, threads, rows, cols):
     for tokens in (2, 11, 33, 70):
         for count in (1, 2, 3):
             assert torch.equal(threads(count, lambda n=tokens: weight.matmul(x[-n:])), alone[-tokens:])
+
+
+def test_calls_from_several_threads_at_once(kernels, threads):
+    weight, x = kernels.pack(torch.randn(500, 300)), torch.randn(20, 300)
+    alone = weight.matmul(x)
+    with ThreadPoolExecutor(3) as pool:
+        outs = threads(2, lambda: list(pool.map(lambda _: weight.matmul(x), range(60))))
+    assert all(torch.equal(out, alone) for out in outs)
 
 
 def test_strided_rows(kernels):

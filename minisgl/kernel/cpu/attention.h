@@ -16,22 +16,12 @@
 
 #include "gemm.h"
 
-#include <memory>
 #include <vector>
 
 constexpr int64_t SPAN = 256;
 constexpr int64_t TILE_ROWS = 4 * MR;
 constexpr int64_t AHEAD = 2 * WIDTH;  // positions between the fetch of a key and its use
 static_assert(SPAN % NR == 0);
-
-static inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-struct FreeDeleter {
-    void operator()(float* p) const { free(p); }
-};
-typedef std::unique_ptr<float[], FreeDeleter> Floats;
-
-static inline Floats floats(int64_t n) { return Floats(static_cast<float*>(aligned_alloc(64, round_up(4 * n, 64)))); }
 
 // Transposes a square of vectors: interleaving its two halves log2(WIDTH) times is a transposition.
 static inline void transpose(vec (&rows)[WIDTH]) {
@@ -121,18 +111,20 @@ struct Attention {
     int64_t job_tokens() const { return std::max<int64_t>(1, TILE_ROWS / group()); }
     int64_t max_rows() const { return job_tokens() * group(); }
 
-    // One thread's memory for one job at a time.
+    // A thread's memory for one job at a time.
     struct Scratch {
-        Floats memory;
         float *query, *key, *score;  // packed tiles of (dim, rows); panels of (dim, NR positions); (rows, SPAN)
         float *copy, *zeros;         // (SPAN, padded dim), (padded dim)
-        explicit Scratch(const Attention& a)
-            : memory(floats(a.max_rows() * (a.dim + SPAN) + SPAN * (a.dim + a.padded()) + a.padded())),
-              query(memory.get()),
-              key(query + a.max_rows() * a.dim),
-              score(key + SPAN * a.dim),
-              copy(score + SPAN * a.max_rows()),
-              zeros(copy + SPAN * a.padded()) {
+        float *total, *part;         // two Partials
+        explicit Scratch(const Attention& a) {
+            int64_t partial = Partial::size(a.max_rows(), a.padded());
+            query = scratch<Scratch>(a.max_rows() * (a.dim + SPAN) + SPAN * (a.dim + a.padded()) + a.padded() + 2 * partial);
+            key = query + a.max_rows() * a.dim;
+            score = key + SPAN * a.dim;
+            copy = score + SPAN * a.max_rows();
+            zeros = copy + SPAN * a.padded();
+            total = zeros + a.padded();
+            part = total + partial;
             std::fill_n(zeros, a.padded(), 0.0f);
         }
     };
@@ -261,66 +253,53 @@ struct Attention {
         }
     }
 
-    void run(int threads) const {
+    void run(int64_t threads) const {
         std::vector<Job> list = jobs();
         if (list.empty()) return;
         int64_t longest = list.front().spans();
         if (threads > 1 && longest > 1 && (int64_t)list.size() < 4 * threads)
             run_by_span(list, longest, threads);
         else
-            run_by_job(list, threads);
+            pool().run(list.size(), threads, [&](int64_t j) { run_job(list[j]); });
     }
 
-    void run_by_job(const std::vector<Job>& list, int threads) const {
-        int64_t size = Partial::size(max_rows(), padded());
-#pragma omp parallel num_threads(threads)
-        {
-            Scratch scratch(*this);
-            Floats memory = floats(2 * size);
-#pragma omp for schedule(dynamic)
-            for (size_t j = 0; j < list.size(); j++) {
-                const Job& job = list[j];
-                int64_t job_rows = job.tokens * group();
-                Partial total(memory.get(), job_rows), part(memory.get() + size, job_rows);
-                total.clear(job_rows, padded());
-                pack_query(job, scratch.query);
-                for (int64_t s = 0; s < job.spans(); s++) {
-                    attend(job, job.first_span() + s, scratch, part);
-                    merge(job_rows, total, part);
-                }
-                finish(job, total);
-            }
+    void run_job(const Job& job) const {
+        Scratch s(*this);
+        int64_t job_rows = job.tokens * group();
+        Partial total(s.total, job_rows), part(s.part, job_rows);
+        total.clear(job_rows, padded());
+        pack_query(job, s.query);
+        for (int64_t i = 0; i < job.spans(); i++) {
+            attend(job, job.first_span() + i, s, part);
+            merge(job_rows, total, part);
         }
+        finish(job, total);
     }
 
     // For fewer jobs than keep the threads busy: `wave` spans of each job at once, then their merge in order.
-    void run_by_span(const std::vector<Job>& list, int64_t longest, int threads) const {
+    void run_by_span(const std::vector<Job>& list, int64_t longest, int64_t threads) const {
         int64_t count = list.size(), wave = std::min<int64_t>(longest, (8 * threads + count - 1) / count);
         int64_t size = Partial::size(max_rows(), padded());
-        Floats memory = floats(count * (wave + 1) * size);
-        auto partial = [&](int64_t job, int64_t i) {
-            return Partial(memory.get() + (job * (wave + 1) + i) * size, list[job].tokens * group());
+        struct Wave;
+        float* memory = scratch<Wave>(count * (wave + 1) * size);
+        auto partial = [&](int64_t j, int64_t i) {
+            return Partial(memory + (j * (wave + 1) + i) * size, list[j].tokens * group());
         };
-#pragma omp parallel num_threads(threads)
-        {
-            Scratch scratch(*this);
-            for (int64_t base = 0; base < longest; base += wave) {
-#pragma omp for schedule(dynamic)
-                for (int64_t unit = 0; unit < count * wave; unit++) {
-                    int64_t j = unit / wave, i = unit % wave;
-                    if (base + i >= list[j].spans()) continue;
-                    pack_query(list[j], scratch.query);
-                    attend(list[j], list[j].first_span() + base + i, scratch, partial(j, i));
-                }
-#pragma omp for schedule(static)
-                for (int64_t j = 0; j < count; j++) {
-                    int64_t job_rows = list[j].tokens * group();
-                    if (base == 0) partial(j, wave).clear(job_rows, padded());
-                    for (int64_t i = 0; i < std::min(wave, list[j].spans() - base); i++)
-                        merge(job_rows, partial(j, wave), partial(j, i));
-                    if (base + wave >= longest) finish(list[j], partial(j, wave));
-                }
-            }
+        for (int64_t base = 0; base < longest; base += wave) {
+            pool().run(count * wave, threads, [&](int64_t unit) {
+                int64_t j = unit / wave, i = unit % wave;
+                if (base + i >= list[j].spans()) return;
+                Scratch s(*this);
+                pack_query(list[j], s.query);
+                attend(list[j], list[j].first_span() + base + i, s, partial(j, i));
+            });
+            pool().run(count, threads, [&](int64_t j) {
+                int64_t job_rows = list[j].tokens * group();
+                if (base == 0) partial(j, wave).clear(job_rows, padded());
+                for (int64_t i = 0; i < std::min(wave, list[j].spans() - base); i++)
+                    merge(job_rows, partial(j, wave), partial(j, i));
+                if (base + wave >= longest) finish(list[j], partial(j, wave));
+            });
         }
     }
 };

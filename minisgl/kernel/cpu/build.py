@@ -22,7 +22,7 @@ ISA_FLAGS = {
     "portable": (),
 }
 # No contraction: see simd.h. No -march=native: a cache may be shared by different machines.
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden")
 
 
 class BuildError(RuntimeError):
@@ -65,8 +65,7 @@ def _compile(compiler: str, isa: str, library: Path) -> None:
     with tempfile.TemporaryDirectory(dir=library.parent, prefix=".build-") as scratch:
         objects, linked = Path(scratch, "kernels.o"), Path(scratch, "kernels.so")
         _run(compiler, *FLAGS, *ISA_FLAGS[isa], "-c", str(SOURCES / "kernels.cpp"), "-o", str(objects))
-        # Linked without -fopenmp: the loader resolves the OpenMP calls from the runtime that torch has loaded already.
-        _run(compiler, "-shared", str(objects), "-o", str(linked))
+        _run(compiler, "-shared", "-pthread", str(objects), "-o", str(linked))
         with open(linked, "rb") as file:
             os.fsync(file.fileno())
         os.replace(linked, library)

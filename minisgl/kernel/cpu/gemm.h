@@ -17,11 +17,12 @@
 // register tile are those of Goto and van de Geijn, "Anatomy of High-Performance Matrix Multiplication", 2008.)
 #pragma once
 
+#include "memory.h"
+#include "pool.h"
 #include "simd.h"
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <utility>
 
 constexpr int NR = 2 * WIDTH;
@@ -84,65 +85,65 @@ static inline void pack_tile(const float* x, int64_t ldx, int64_t rows, int64_t 
 }
 
 static void gemm(const float* x, int64_t ldx, const float* panels, const float* bias, float* out, int64_t ldo, int64_t M,
-                 int64_t N, int64_t K, int threads) {
+                 int64_t N, int64_t K, int64_t threads) {
     int64_t num_panels = (N + NR - 1) / NR;
     int64_t block_k = std::min(K, BLOCK_K);
     int64_t block_m = std::min(M, std::max<int64_t>(MR, BLOCK_FLOATS / block_k / MR * MR));
     int64_t chunk = std::max<int64_t>(1, num_panels / (16 * threads));
-    float* packed = M == 1 ? nullptr : static_cast<float*>(aligned_alloc(64, (4 * block_m * block_k + 63) / 64 * 64));
-#pragma omp parallel num_threads(threads)
+    struct PackedRows;
+    float* packed = M == 1 ? nullptr : scratch<PackedRows>(block_m * block_k);
     for (int64_t m0 = 0; m0 < M; m0 += block_m) {
         Cut cut(std::min(block_m, M - m0));
         for (int64_t k0 = 0; k0 < K; k0 += block_k) {
             int64_t depth = std::min(block_k, K - k0);
-            bool last = k0 + depth == K;
-            const float* tiles = packed;
-            if (M == 1) {
-                tiles = x + k0;
-            } else {
-#pragma omp for schedule(static)
-                for (int64_t t = 0; t < cut.count; t++)
+            bool first = k0 == 0, last = k0 + depth == K;
+            const float* tiles = M == 1 ? x + k0 : packed;
+            if (M > 1)
+                pool().run(cut.count, threads, [&](int64_t t) {
                     pack_tile(x + (m0 + cut.begin(t)) * ldx + k0, ldx, cut.rows(t), depth, packed + cut.begin(t) * depth);
-            }
-#pragma omp for schedule(dynamic, chunk)
-            for (int64_t p = 0; p < num_panels; p++) {
+                });
+            // One panel, all rows of the block.
+            auto multiply = [&](int64_t p) {
                 const float* panel = panels + (p * K + k0) * NR;
                 int64_t columns = std::min<int64_t>(NR, N - p * NR);
                 for (int64_t t = 0; t < cut.count; t++) {
                     int64_t rows = cut.rows(t);
+                    const float* a = tiles + cut.begin(t) * depth;
                     float* c = out + (m0 + cut.begin(t)) * ldo + p * NR;
-                    float edge[MR * NR];
-                    bool whole = columns == NR;
-                    if (!whole && k0)
-                        for (int64_t m = 0; m < rows; m++) memcpy(edge + m * NR, c + m * ldo, 4 * columns);
-                    TILES[rows](depth, tiles + cut.begin(t) * depth, panel, whole ? c : edge, whole ? ldo : NR, k0 > 0);
-                    if (!whole)
-                        for (int64_t m = 0; m < rows; m++) memcpy(c + m * ldo, edge + m * NR, 4 * columns);
+                    if (columns == NR) {
+                        TILES[rows](depth, a, panel, c, ldo, !first);
+                    } else {
+                        float whole[MR * NR];
+                        if (!first)
+                            for (int64_t m = 0; m < rows; m++) std::copy_n(c + m * ldo, columns, whole + m * NR);
+                        TILES[rows](depth, a, panel, whole, NR, !first);
+                        for (int64_t m = 0; m < rows; m++) std::copy_n(whole + m * NR, columns, c + m * ldo);
+                    }
                     if (bias && last)
                         for (int64_t m = 0; m < rows; m++)
                             for (int64_t n = 0; n < columns; n++) c[m * ldo + n] += bias[p * NR + n];
                 }
-            }
+            };
+            pool().run((num_panels + chunk - 1) / chunk, threads, [&](int64_t i) {
+                for (int64_t p = i * chunk; p < std::min(num_panels, (i + 1) * chunk); p++) multiply(p);
+            });
         }
     }
-    free(packed);
 }
 
-static void pack(const float* weight, int64_t ldw, float* panels, int64_t N, int64_t K, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t p = 0; p < (N + NR - 1) / NR; p++) {
+static void pack(const float* weight, int64_t ldw, float* panels, int64_t N, int64_t K, int64_t threads) {
+    pool().run((N + NR - 1) / NR, threads, [&](int64_t p) {
         float* panel = panels + p * K * NR;
         int64_t columns = std::min<int64_t>(NR, N - p * NR);
         for (int64_t k = 0; k < K; k++)
             for (int64_t n = 0; n < NR; n++) panel[k * NR + n] = n < columns ? weight[(p * NR + n) * ldw + k] : 0;
-    }
+    });
 }
 
 // out (count, K) = rows `ids` of the matrix in panels
-static void lookup(const float* panels, const int32_t* ids, float* out, int64_t count, int64_t K, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (count > 8)
-    for (int64_t i = 0; i < count; i++) {
+static void lookup(const float* panels, const int32_t* ids, float* out, int64_t count, int64_t K, int64_t threads) {
+    pool().run(count, threads, [&](int64_t i) {
         const float* column = panels + ids[i] / NR * K * NR + ids[i] % NR;
         for (int64_t k = 0; k < K; k++) out[i * K + k] = column[k * NR];
-    }
+    });
 }

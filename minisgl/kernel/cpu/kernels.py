@@ -28,7 +28,6 @@ class CpuKernels:
     """
 
     def __init__(self, library: Path) -> None:
-        _share_openmp_runtime()
         self._library = ctypes.CDLL(str(library))
         self.panel_width: int = self._library.minisgl_panel_width()
         for name, types in _SIGNATURES.items():
@@ -232,15 +231,3 @@ def _whole(x: torch.Tensor, dtype: torch.dtype = torch.float32) -> int:
     if x.dtype is not dtype or not x.is_contiguous():
         raise ValueError(f"A contiguous {dtype} tensor is needed, not {x.dtype} with strides {x.stride()}.")
     return x.data_ptr()
-
-
-def _share_openmp_runtime() -> None:
-    """Makes the symbols of the OpenMP runtime that torch has loaded visible to the library loaded next.
-
-    torch's wheel brings its own libgomp. A second one would mean a second pool of threads on the same cores, the idle
-    one spinning against the busy one after every call.
-    """
-    with open("/proc/self/maps") as maps:
-        paths = {line.split(maxsplit=5)[5].strip() for line in maps if "/libgomp" in line or "/libiomp" in line}
-    for path in sorted(paths) or ["libgomp.so.1"]:
-        ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)

@@ -1,12 +1,20 @@
 // The small operations between the matrix products. Each row is computed by itself, in one fixed order.
 #pragma once
 
+#include "pool.h"
 #include "simd.h"
 
 #include <algorithm>
 
-// Below this many floats a second thread costs more than it brings.
-constexpr int64_t PARALLEL_FLOATS = 16 * 1024;
+// f(row) for all rows; those of one chunk, together, are worth a thread's attention.
+template <typename F>
+static void for_rows(int64_t rows, int64_t floats_per_row, int64_t threads, const F& f) {
+    constexpr int64_t CHUNK_FLOATS = 16 * 1024;
+    int64_t chunk = std::max<int64_t>(1, CHUNK_FLOATS / floats_per_row);
+    pool().run((rows + chunk - 1) / chunk, threads, [&](int64_t i) {
+        for (int64_t r = i * chunk; r < std::min(rows, (i + 1) * chunk); r++) f(r);
+    });
+}
 
 // out = x / rms(x) * weight, where x (n) is replaced by x + added first if there is something to add. In place is fine.
 static inline void rms_norm_row(float* x, const float* added, const float* weight, float eps, float* out, int64_t n) {
@@ -25,19 +33,20 @@ static inline void rms_norm_row(float* x, const float* added, const float* weigh
 }
 
 static void rms_norm(float* x, const float* added, const float* weight, float eps, float* out, int64_t rows, int64_t n,
-                     int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * n > PARALLEL_FLOATS)
-    for (int64_t r = 0; r < rows; r++) rms_norm_row(x + r * n, added ? added + r * n : nullptr, weight, eps, out + r * n, n);
+                     int64_t threads) {
+    for_rows(rows, 2 * n, threads, [&](int64_t r) {
+        rms_norm_row(x + r * n, added ? added + r * n : nullptr, weight, eps, out + r * n, n);
+    });
 }
 
 // out (rows, n) = silu(x[:, :n]) * x[:, n:]
-static void silu_and_mul(const float* x, float* out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) collapse(2) if (rows * n > PARALLEL_FLOATS / 8)
-    for (int64_t r = 0; r < rows; r++)
+static void silu_and_mul(const float* x, float* out, int64_t rows, int64_t n, int64_t threads) {
+    for_rows(rows, 3 * n, threads, [&](int64_t r) {
         for (int64_t i = 0; i < n; i += WIDTH) {
             vec gate = load_some(x + 2 * r * n + i, n - i), up = load_some(x + (2 * r + 1) * n + i, n - i);
             store_some(out + r * n + i, gate / (splat(1.0f) + exp(-gate)) * up, n - i);
         }
+    });
 }
 
 // Rotates pairs (i, i + half) of x by the angles whose cosines and then sines are in cos_sin.
@@ -75,9 +84,8 @@ struct RopeStore {
         memcpy(values + slots[t] * size, head, 4 * size);
     }
 
-    void run(int64_t tokens, int threads) const {
-#pragma omp parallel for num_threads(threads) schedule(static) if (tokens * (heads + 2 * kv_heads) * dim > PARALLEL_FLOATS)
-        for (int64_t t = 0; t < tokens; t++) token(t);
+    void run(int64_t tokens, int64_t threads) const {
+        for_rows(tokens, (heads + 2 * kv_heads) * dim, threads, [&](int64_t t) { token(t); });
     }
 };
 
@@ -97,7 +105,6 @@ static inline int32_t argmax_row(const float* x, int64_t n) {
     return best_index[winner];
 }
 
-static void argmax(const float* x, int64_t* out, int64_t rows, int64_t n, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static) if (rows * n > 4 * PARALLEL_FLOATS)
-    for (int64_t r = 0; r < rows; r++) out[r] = argmax_row(x + r * n, n);
+static void argmax(const float* x, int64_t* out, int64_t rows, int64_t n, int64_t threads) {
+    for_rows(rows, n, threads, [&](int64_t r) { out[r] = argmax_row(x + r * n, n); });
 }
