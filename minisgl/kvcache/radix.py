@@ -125,7 +125,8 @@ class RadixCache(PrefixCache):
     def _walk(self, data: bytes) -> tuple[Node, Int32, int]:
         """Follows ``data`` from the root: the node where the common prefix ends, its pages, its length in bytes.
 
-        Splits a node that is left in its middle, so that the prefix ends where a node ends.
+        Splits a node that is left in its middle, so that the prefix ends where a node ends. The caller must touch
+        the node: a new one is not in the LRU yet.
         """
         node, end, found = self._root, 0, [self._root.pages]
         while end < len(data):
@@ -160,7 +161,6 @@ class RadixCache(PrefixCache):
         node.parent.children[node.key[: self._unit]] = upper
         upper.children[node.key[cut : cut + self._unit]] = node
         node.key, node.pages, node.parent = node.key[cut:], node.pages[count:].copy(), upper
-        self._touch(upper)
         return upper
 
     def _touch(self, node: Node) -> None:

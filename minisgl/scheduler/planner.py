@@ -27,8 +27,9 @@ class Planner:
        what they will generate is not reserved.
 
     When the pages run out, the prefix cache evicts; then the youngest running request is pre-empted. It goes back to
-    the front of the queue with its output, and will compute prompt and output again. The oldest one is never
-    pre-empted, so something always gets done.
+    the front of the queue with its output, and will compute prompt and output again. It cannot come back in the same
+    step: it would need more than the pages it has just given. The oldest one is never pre-empted, so something always
+    gets done.
     """
 
     def __init__(self, rows: Rows, memory: Memory, queue: WaitingQueue, budget: int, stats: Stats) -> None:
@@ -46,16 +47,14 @@ class Planner:
         """
         rows, new = self._running()
         missing = self._memory.missing(rows, self._rows.computed[rows] + new)
-        preempted = False
         while missing.sum() > self._memory.available:
             if in_flight:
                 return rows[:0], new[:0]
             self._preempt()
-            preempted = True
             rows, new = self._running()
             missing = self._memory.missing(rows, self._rows.computed[rows] + new)
         self._memory.grow(rows, missing)
-        if not preempted and len(self._queue):
+        if len(self._queue):
             joined = self._admit(self._budget - int(new.sum()))
             if joined:
                 more = np.array(joined, dtype=np.int32)

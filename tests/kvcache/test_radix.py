@@ -78,6 +78,16 @@ def test_evicts_the_least_recently_used_leaf_tail_first():
     cache.check()
 
 
+def test_a_match_is_a_use():
+    allocator, cache = make()
+    put(allocator, cache, ids(1, 1))
+    put(allocator, cache, ids(2, 2))
+    cache.match(ids(1, 1, 0))
+    cache.evict(1)
+    assert cache.match(ids(1, 1, 0)).pages.tolist() == [0]
+    assert cache.match(ids(2, 2, 0)).pages.tolist() == []
+
+
 def test_never_evicts_what_is_locked():
     allocator, cache = make()
     put(allocator, cache, ids(1, 1, 2, 2, 3, 3))
@@ -164,7 +174,7 @@ class Model:
         return gone
 
 
-tokens_of = st.lists(st.integers(0, 2), min_size=1, max_size=12)
+tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=10)
 operations = st.one_of(
     st.tuples(st.just("insert"), tokens_of),
     st.tuples(st.just("match"), tokens_of),

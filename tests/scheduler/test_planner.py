@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import Harness, engine_info
 
+from minisgl.engine.simulated import SimulatedModel
+
 
 def prompt(length: int, start: int = 1) -> list[int]:
     return [1 + (start * 131 + i * 7) % 997 for i in range(length)]
@@ -85,25 +87,55 @@ def test_admission_reserves_the_prompt_and_not_the_output():
     assert [len(first.ids), len(second.ids)] == [60, 60]
 
 
-def test_the_youngest_is_preempted_and_comes_back_with_its_output():
+def test_the_youngest_is_preempted_and_comes_back_first_with_its_output():
     harness = Harness(engine_info(num_pages=30, max_seq_len=120), cache="naive")
     first = harness.submit(prompt(21), max_tokens=60)
     second = harness.submit(prompt(21, 2), max_tokens=60)
     harness.submit(prompt(30, 3), max_tokens=4)  # waits for lack of pages
     while not harness.scheduler.stats().preemptions:
         harness.step()
-    held = len(second.ids)
+    held, launched = len(second.ids), len(harness.engine.batches)
     assert 0 < held < 60
     assert harness.scheduler.stats().running == 1
     while first.finish is None:
-        harness.step()
         assert len(second.ids) == held
-    launched = len(harness.engine.batches)
+        harness.step()
     harness.run()
-    # Ahead of the third in the queue, and prompt and output are computed again, from the start without a cache.
-    back = next(batch for batch in harness.engine.batches[launched - 1 :] if batch.new.max() > 1)
+    # Prompt and output are computed again, from the start without a cache; the third one is behind it.
+    back = next(batch for batch in harness.engine.batches[launched:] if batch.new.max() > 1)
     assert back.cached[0] == 0
     assert back.new[0] == 21 + held
+
+
+def test_the_youngest_is_the_last_to_arrive_and_not_the_last_to_start():
+    harness = Harness(engine_info(num_pages=30, token_budget=64))
+    harness.submit(prompt(33), max_tokens=40)
+    older = harness.submit(prompt(33), max_tokens=40)  # follows the first
+    younger = harness.submit(prompt(4, 2), max_tokens=40)  # starts before it
+    while not harness.scheduler.stats().preemptions:
+        harness.step()
+        assert not older.ids or len(older.ids) < len(younger.ids)
+    held = len(younger.ids)
+    before = len(older.ids)
+    harness.step(3)
+    assert len(younger.ids) == held
+    assert len(older.ids) > before
+    harness.run()
+
+
+def test_no_request_starts_that_would_be_preempted_at_once():
+    # Running ones need room for their next tokens; so do those that start in the same step.
+    alone = Harness(engine_info(num_pages=16))
+    alone.submit(prompt(21), max_tokens=30)
+    alone.step(2)
+    alone.submit(prompt(39, 2), max_tokens=8)
+    alone.run()
+    assert alone.scheduler.stats().preemptions == 0
+    together = Harness(engine_info(num_pages=16))
+    together.submit(prompt(32), max_tokens=8)
+    together.submit(prompt(32, 2), max_tokens=8)
+    together.run()
+    assert together.scheduler.stats().preemptions == 0
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 7])
@@ -141,13 +173,28 @@ def test_eight_equal_prompts_compute_their_prefix_once(cache, computed):
     assert [client.messages[0].cached_tokens for client in clients[1:]] == [96 if cache == "radix" else 0] * 7
 
 
+def test_followers_start_in_their_order_once_the_prefix_is_there():
+    harness = Harness(engine_info(num_pages=400, max_running_req=3))
+    harness.submit(prompt(60), max_tokens=50)
+    second = harness.submit(prompt(60), max_tokens=9)
+    third = harness.submit(prompt(60), max_tokens=9)
+    fourth = harness.submit(prompt(60), max_tokens=9)
+    harness.step()
+    assert harness.scheduler.stats().waiting == 3
+    harness.step(4)
+    assert (len(second.ids), len(third.ids), len(fourth.ids)) == (2, 2, 0)
+    harness.run()
+
+
 def test_followers_do_not_hold_up_those_behind_them():
-    harness = Harness(engine_info(num_pages=400, token_budget=32))
-    harness.submit(prompt(97), max_tokens=2)
-    follower = harness.submit(prompt(97), max_tokens=2)
+    harness = Harness(engine_info(num_pages=400))
+    harness.submit(prompt(60), max_tokens=2)
+    follower = harness.submit(prompt(60), max_tokens=2)
     other = harness.submit([5, 6], max_tokens=2)
-    while not other.messages:
-        harness.step()
+    harness.step()
+    assert harness.engine.batches[0].new.tolist() == [60, 2]
+    harness.step()
+    assert len(other.ids) == 1
     assert follower.messages == []
     assert harness.scheduler.stats().waiting == 1
     harness.run()
@@ -155,26 +202,41 @@ def test_followers_do_not_hold_up_those_behind_them():
 
 @pytest.mark.parametrize("end", ["abort", "fail"])
 def test_followers_go_on_when_their_leader_ends_early(end):
-    harness = Harness(engine_info(num_pages=400, token_budget=16))
-    object.__setattr__(harness.model, "poison", frozenset({998}))
-    leader = harness.submit([*prompt(97), 998], max_tokens=2)
-    followers = [harness.submit(prompt(97), max_tokens=2) for _ in range(3)]
-    harness.step(3)
+    model = SimulatedModel(vocab_size=1000, poison=frozenset({998}))
+    harness = Harness(engine_info(num_pages=400), model)
+    leader = harness.submit([*prompt(60), 998 if end == "fail" else 997], max_tokens=2)
+    followers = [harness.submit(prompt(60), max_tokens=2) for _ in range(3)]
+    harness.step()
     assert harness.scheduler.stats().waiting == 3
     if end == "abort":
         harness.abort(leader)
-        harness.step(2)
-        assert harness.scheduler.stats().waiting == 2  # the first of them leads now
+    harness.step(2)
+    assert harness.scheduler.stats().waiting == 2  # the first of them leads now
     harness.run()
     assert leader.finish == ("abort" if end == "abort" else "error")
     assert [follower.finish for follower in followers] == ["length"] * 3
 
 
+def test_followers_go_on_when_their_leader_is_preempted():
+    # The leader gets two tokens a step; an older stream takes the pages before its prompt is through.
+    harness = Harness(engine_info(num_pages=30, token_budget=3, max_seq_len=120), cache="radix")
+    harness.submit(prompt(21), max_tokens=80)
+    harness.step(8)
+    leader = harness.submit(prompt(71, 2), max_tokens=2)
+    follower = harness.submit(prompt(71, 2), max_tokens=2)
+    while not harness.scheduler.stats().preemptions:
+        harness.step()
+    assert (leader.ids, harness.scheduler.stats().waiting) == ([], 2)
+    harness.abort(leader)
+    harness.run()
+    assert follower.finish == "length"
+
+
 def test_an_aborted_follower_is_forgotten():
-    harness = Harness(engine_info(num_pages=400, token_budget=16))
-    harness.submit(prompt(97), max_tokens=2)
-    follower = harness.submit(prompt(97), max_tokens=2)
-    harness.step(2)
+    harness = Harness(engine_info(num_pages=400))
+    harness.submit(prompt(60), max_tokens=2)
+    follower = harness.submit(prompt(60), max_tokens=2)
+    harness.step()
     harness.abort(follower)
     harness.step()
     assert (follower.finish, harness.scheduler.stats().waiting) == ("abort", 0)
