@@ -23,6 +23,7 @@ from minisgl.env import cache_dir
 from minisgl.models.gguf_file import GGUFError, read_gguf
 
 from .errors import TokenizerError
+from .stand_in import write_stand_in
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,10 @@ def tokenizer_directory(path: Path) -> Path:
         return path
     sources = [path / name for name in _SLOW_FILES if (path / name).is_file()]
     if not any(source.name != TOKENIZER_CONFIG for source in sources):
+        if not any(path.glob("*.safetensors")):
+            # A bare config.json, served with random weights: any tokenizer will do.
+            logger.warning("%s has no tokenizer; bytes stand in for one.", path)
+            return _kept(path, [path / "config.json"], lambda target: write_stand_in(path / "config.json", target))
         raise TokenizerError(f"{path} has no tokenizer: neither {TOKENIZER} nor an older form of it.")
     return _kept(path, sources, lambda target: _convert_slow(path, target))
 
