@@ -53,7 +53,7 @@ def build_model(
     if path.suffix == ".gguf":
         from .gguf import tensors_in_gguf
 
-        # One thread: numpy's small steps of dequantising hold the GIL too often for a second one to help.
+        # One reader: its torch operations use all cores by themselves.
         load_weights(model, tensors_in_gguf(path, config.num_heads, config.num_kv_heads), progress=progress, threads=1)
     else:
         from .safetensors import safetensors_in

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as GGMLType
 from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
 
+from .gguf_dequantize import dequantize
 from .gguf_file import TensorInfo, read_gguf
 from .weights import WeightError
 
@@ -58,7 +58,7 @@ class GGUFTensor:
 
     def read_into(self, dest: torch.Tensor, index: tuple[slice, ...]) -> None:
         if len(self.shape) == 1:
-            dest.copy_(torch.from_numpy(self._rows(0, 1)[0])[index])
+            dest.copy_(self._rows(0, 1)[0][index])
             return
         rows, columns = index
         head_rows = self.shape[0] // self.heads if self.heads else 1
@@ -68,11 +68,11 @@ class GGUFTensor:
             stop = min(start + step, rows.stop)
             values = self._rows(start, stop)
             if self.heads:
-                pairs = values.reshape(-1, head_rows // 2, 2, self.shape[1])
-                values = pairs.swapaxes(1, 2).reshape(stop - start, -1)
-            dest[start - rows.start : stop - rows.start].copy_(torch.from_numpy(values)[:, columns])
+                pairs = values.view(-1, head_rows // 2, 2, self.shape[1])
+                values = pairs.transpose(1, 2).reshape(stop - start, -1)
+            dest[start - rows.start : stop - rows.start].copy_(values[:, columns])
 
-    def _rows(self, start: int, stop: int) -> np.ndarray:
+    def _rows(self, start: int, stop: int) -> torch.Tensor:
         """Rows of the stored matrix, float32. They are read, not mapped: what is mapped counts as resident."""
         kind = GGMLType(self.info.type)
         block, block_bytes = GGML_QUANT_SIZES[kind]

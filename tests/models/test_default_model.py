@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct's GGUF file as the loader sees it. What it answers is tests/engine/test_smollm2.py's subject."""
+"""SmolLM2-135M-Instruct's GGUF file as the loader sees it. What it answers is checked in tests/engine/test_smollm2.py."""
 
 from __future__ import annotations
 
