@@ -25,11 +25,15 @@ def gguf_config(path: Path) -> dict[str, Any]:
         raise GGUFError(
             f"{path}: unsupported GGUF architecture ({have}); supported are {', '.join(GGUF_ARCHITECTURES)}."
         )
+    if file.metadata.get("split.count", 1) > 1:
+        raise GGUFError(f"{path} is one part of several; merge them into one file first (llama-gguf-split --merge).")
     window = file.get("attention.sliding_window")
     if window and architecture == "LlamaForCausalLM":
         architecture = "MistralForCausalLM"
     hidden, heads = file.get("embedding_length"), file.get("attention.head_count")
-    head_dim = file.get("attention.key_length") or (hidden // heads if hidden and heads else None)
+    head_dim = file.get("attention.key_length")
+    if head_dim is None and isinstance(hidden, int) and isinstance(heads, int):
+        head_dim = hidden // max(heads, 1)
     embedding = file.tensors.get("token_embd.weight")
     return {
         "architectures": [architecture],

@@ -184,6 +184,18 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         read_gguf(path)
 
 
+def test_one_part_of_several(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ConfigError, match="one part of several"):
+        ModelConfig.from_path(path)
+
+
 def test_unsupported_quantisation(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "llama")
