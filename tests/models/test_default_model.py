@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct's GGUF file as the loader sees it. What it answers is checked in tests/engine/test_smollm2.py."""
+"""SmolLM2-135M-Instruct's GGUF file as the loader sees it. tests/engine/test_smollm2.py looks at what it answers."""
 
 from __future__ import annotations
 
