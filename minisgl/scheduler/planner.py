@@ -110,9 +110,10 @@ class Planner:
     def _leader(self, req: Req, cached: int) -> Req | None:
         """The running request whose prompt, still being computed, spares ``req`` much of its own; or None.
 
-        Nobody waits for ever. A leader that ends, is pre-empted or is through with its prompt releases its followers
-        to the front of the line. And no new leader X overtakes a follower F of L: if it shared enough with F, then, as
-        common prefixes are ultrametric (cp(X, L) >= min(cp(X, F), cp(F, L))), it would follow L as well.
+        Nobody waits for long. This is asked when some budget is left, so the last chunk of the leader's prompt is in
+        the step being planned, and its result releases the followers to the front of the line. And no new leader X
+        overtakes a follower F of L: if it shared enough with F, then, as common prefixes are ultrametric
+        (cp(X, L) >= min(cp(X, F), cp(F, L))), it would follow L as well.
         """
         r, tokens = self._rows, req.tokens
         worth = max(r.page_size, self._budget // 8)
@@ -136,7 +137,7 @@ class Planner:
         row = int(r.order[-1])
         req = r.req(row)
         req.tokens = r.tokens[row, : r.length[row]].copy()
+        assert not req.followers  # they left it when the step with the end of its prompt was done
         self._memory.release(row, keep=True)
-        self._queue.release(req)
         self._queue.push_front(req)
         self._stats.preemptions += 1

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from scheduler_harness import EOS, Harness, LocalIO, engine_info
@@ -335,3 +338,11 @@ def test_a_config_that_makes_no_sense_is_refused():
         SchedulerConfig(token_budget=0)
     with pytest.raises(ValueError, match="max_queue must be at least 0, not -1"):
         SchedulerConfig(max_queue=-1)
+
+
+def test_the_control_plane_runs_without_torch():
+    code = (
+        "import sys, minisgl.scheduler, minisgl.kvcache, minisgl.message, minisgl.engine.simulated;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
