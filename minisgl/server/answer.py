@@ -76,7 +76,7 @@ class Answer(Response):
         if self._log_requests:
             usage = self._usage()
             logger.info(
-                "%s: %d prompt (%d cached) and %d output tokens in %.2f s, %s",
+                "%s: %d prompt tokens (%d cached), %d output tokens, %.2f s: %s",
                 self._job.format.id,
                 usage.prompt_tokens,
                 usage.prompt_tokens_details.cached_tokens,

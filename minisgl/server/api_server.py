@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,9 +24,12 @@ from .translate import Job, Translator
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the API must know of the model: what it is called, its context, its authors' sampling parameters."""
+    """What the API must know of the model: what it is called, since when it is served (Unix time), its context, its
+    authors' sampling parameters.
+    """
 
     name: str
+    created: int
     max_seq_len: int
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -36,7 +38,7 @@ def create_app(frontend: FrontendManager, facts: ModelFacts, log_requests: bool 
     """The application of one API server. ``frontend`` must be attached to the loop before the first request."""
     app = FastAPI(title="minisgl", version=__version__)
     translator = Translator(facts.name, facts.sampling_defaults)
-    model = Model(facts.name, int(time.time()), facts.max_seq_len)
+    model = Model(facts.name, facts.created, facts.max_seq_len)
 
     def answer(job: Job) -> Answer:
         return Answer(frontend, job, log_requests)

@@ -10,13 +10,16 @@ from minisgl.addresses import Addresses
 from .process import Reporter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class ApiServerConfig:
-    """What one API server is started with. ``model`` is what clients call the model."""
+    """What one API server is started with. ``model`` is what clients call the model, ``created`` when it came (Unix
+    time), which all API servers say alike.
+    """
 
     addresses: Addresses
     index: int
     model: str
+    created: int
     log_requests: bool = True
 
 
@@ -29,5 +32,5 @@ def run_api_server(config: ApiServerConfig, sock: socket.socket, reporter: Repor
 
     frontend = FrontendManager(config.addresses, config.index)
     reporter.ready()
-    facts = ModelFacts(config.model, **reporter.wait_go())
+    facts = ModelFacts(config.model, config.created, **reporter.wait_go())
     HttpServer(create_app(frontend, facts, config.log_requests), frontend).run_on(sock)

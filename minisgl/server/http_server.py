@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 from collections.abc import Iterator
@@ -62,7 +63,12 @@ class HttpServer(uvicorn.Server):
 
     def _give_up(self) -> None:
         self._frontend.shut(unavailable("The server is shutting down.", "shutting_down"))
-        asyncio.get_running_loop().call_later(ERROR_SECONDS, setattr, self, "force_exit", True)
+        asyncio.get_running_loop().call_later(ERROR_SECONDS, self._leave)
+
+    def _leave(self) -> None:
+        # Whoever has not read its error by now never will. uvicorn would log a traceback for each such connection.
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+        self.force_exit = True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

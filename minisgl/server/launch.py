@@ -12,6 +12,7 @@ import random
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,14 +108,10 @@ class Server:
         start("detokenizer" if args.num_tokenizer else "tokenizer", run_detokenizer, model, addresses)
         for j in range(args.num_tokenizer):
             start(f"tokenizer {j}", run_tokenizer, model, addresses, j)
+        created, log_requests = int(time.time()), not args.silent_output
         for i in range(args.num_api_server):
             name = "api server" if args.num_api_server == 1 else f"api server {i}"
-            api = ApiServerConfig(
-                addresses=addresses,
-                index=i,
-                model=args.model_name,
-                log_requests=not args.silent_output,
-            )
+            api = ApiServerConfig(addresses, i, args.model_name, created, log_requests)
             self._api.append(start(name, run_api_server, api, sock))
         return self._wait_ready(display)
 

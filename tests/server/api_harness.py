@@ -23,7 +23,7 @@ class Api:
     def __init__(self, backend: FakeBackend) -> None:
         self.backend = backend
         self.frontend = FrontendManager(backend.addresses, 0)
-        facts = ModelFacts(MODEL, max_seq_len=100, sampling_defaults={"temperature": 0.25, "top_k": 9})
+        facts = ModelFacts(MODEL, 1, max_seq_len=100, sampling_defaults={"temperature": 0.25, "top_k": 9})
         self._server = HttpServer(create_app(self.frontend, facts), self.frontend)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
