@@ -49,20 +49,6 @@ def test_rows_do_not_depend_on_each_other_or_on_threads(kernels, threads):
         assert torch.equal(threads(1, lambda i=i: all_of(slice(i, i + 1))), whole[i : i + 1])
 
 
-@pytest.mark.parametrize("width", [1, 5, 16, 1000, 49152])
-def test_argmax(kernels, width):
-    x = torch.randn(9, width)
-    assert torch.equal(kernels.argmax(x), x.argmax(dim=1))
-
-
-def test_argmax_takes_the_lowest_of_equals(kernels):
-    x = torch.zeros(1, 300)
-    for index in (299, 170, 33, 20, 4):
-        x[0, index] = 1
-        assert kernels.argmax(x).item() == index
-    assert kernels.argmax(torch.full((1, 50), -torch.inf)).item() == 0
-
-
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim", "rotary"), [(9, 3, 64, 64), (4, 1, 80, 32), (2, 2, 10, 6)])
 def test_rope_store(kernels, heads, kv_heads, dim, rotary, norm):

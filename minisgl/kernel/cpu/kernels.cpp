@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "gemm.h"
 #include "rows.h"
+#include "sample.h"
 
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -46,6 +47,8 @@ EXPORT void minisgl_attention(const float* q, int64_t token_stride, int64_t head
         .run(threads);
 }
 
-EXPORT void minisgl_argmax(const float* x, int64_t* out, int64_t rows, int64_t n, int64_t threads) {
-    argmax(x, out, rows, n, threads);
+EXPORT void minisgl_sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
+                           const float* min_p, const float* uniform, int32_t* out, int64_t rows, int64_t n,
+                           int64_t threads) {
+    sample(logits, temperature, top_k, top_p, min_p, uniform, out, rows, n, threads);
 }

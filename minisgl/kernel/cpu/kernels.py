@@ -15,7 +15,7 @@ _SIGNATURES = {
     "silu_and_mul": "ppiii",
     "rope_store": "piiiippfpippppi",
     "attention": "piipppiiifipiipppii",
-    "argmax": "ppiii",
+    "sample": "pppppppiii",
 }
 _TYPES: dict[str, type[ctypes._SimpleCData]] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float}
 
@@ -91,10 +91,32 @@ class CpuKernels:
         self._silu_and_mul(_whole(x), out.data_ptr(), *out.shape, torch.get_num_threads())
         return out
 
-    def argmax(self, x: torch.Tensor) -> torch.Tensor:
-        """Index (S) int64 of the largest element of each row of ``x`` (S, N), the lowest of equals; NaN is never it."""
-        out = torch.empty(x.shape[0], dtype=torch.int64)
-        self._library.minisgl_argmax(_whole(x), out.data_ptr(), *x.shape, torch.get_num_threads())
+    def sample(
+        self,
+        logits: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        uniform: torch.Tensor,
+    ) -> torch.Tensor:
+        """A token (S) int32 for each row of ``logits`` (S, V); -1 where they hold NaN or their largest is not finite.
+
+        The parameters (S) are those of :class:`minisgl.core.Sampling`, ``top_k`` int32 and the others float32, filters
+        as :mod:`minisgl.engine.cutoff` defines them; temperature 0 takes the largest, the lowest id of equals.
+        """
+        out = torch.empty(logits.shape[0], dtype=torch.int32)
+        self._library.minisgl_sample(
+            _whole(logits),
+            _whole(temperature),
+            _whole(top_k, torch.int32),
+            _whole(top_p),
+            _whole(min_p),
+            _whole(uniform),
+            out.data_ptr(),
+            *logits.shape,
+            torch.get_num_threads(),
+        )
         return out
 
     def rope_store(

@@ -88,23 +88,3 @@ struct RopeStore {
         for_rows(tokens, (heads + 2 * kv_heads) * dim, threads, [&](int64_t t) { token(t); });
     }
 };
-
-// Index of the largest of x (n), the lowest one of equals. NaN is never the largest.
-static inline int32_t argmax_row(const float* x, int64_t n) {
-    vec best = splat(-INFINITY);
-    ivec index, best_index{};
-    for (int i = 0; i < WIDTH; i++) index[i] = i;
-    for (int64_t i = 0; i < n; i += WIDTH, index += WIDTH) {
-        vec v = load_some(x + i, n - i, -INFINITY);
-        best_index = v > best ? index : best_index;
-        best = v > best ? v : best;
-    }
-    int winner = 0;
-    for (int i = 1; i < WIDTH; i++)
-        if (best[i] > best[winner] || (best[i] == best[winner] && best_index[i] < best_index[winner])) winner = i;
-    return best_index[winner];
-}
-
-static void argmax(const float* x, int64_t* out, int64_t rows, int64_t n, int64_t threads) {
-    for_rows(rows, n, threads, [&](int64_t r) { out[r] = argmax_row(x + r * n, n); });
-}
