@@ -1,12 +1,20 @@
 """Kernels run on the GPU where there is one, else in Triton's interpreter on small CPU tensors."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        for item in items:
+            if Path(__file__).parent in item.path.parents:
+                item.add_marker(pytest.mark.gpu)
 
 
 @pytest.fixture

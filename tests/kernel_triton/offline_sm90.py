@@ -24,12 +24,19 @@ SHARED_MEMORY_LIMIT = 232448
 
 @dataclass
 class Usage:
+    """What a compiled kernel takes. ``wgmma`` and ``mma`` count matrix instructions.
+
+    ``serialized`` counts those of the first kind that wait for the one before them, a sign that registers are short.
+    """
+
     name: str
     registers: int
     spill_bytes: int
     shared: int
     warps: int
-    binary: bytes
+    wgmma: int
+    mma: int
+    serialized: int
 
 
 @dataclass
@@ -44,11 +51,23 @@ class OfflineDriver(DriverBase):
 
     def _load(self, name: str, binary: bytes, shared: int, *_: Any) -> tuple[int, int, int, int, int]:
         registers, stack = resources(binary)
-        self.compiled.append(Usage(name, registers, stack, shared, self._metadata.num_warps, binary))
+        code = disassembly(binary)
+        order = re.findall(r"HGMMA|WARPGROUP\.DEPBAR", code)
+        usage = Usage(
+            name=name,
+            registers=registers,
+            spill_bytes=stack,
+            shared=shared,
+            warps=self._metadata.num_warps,
+            wgmma=code.count("HGMMA."),
+            mma=code.count(" HMMA."),
+            serialized="".join(word[0] for word in order).count("HWHWHW"),
+        )
+        self.compiled.append(usage)
         return 0, 0, registers, stack, 1024
 
     def _launcher(self, source: Any, metadata: Any) -> Any:
-        self._metadata, self._source = metadata, source
+        self._metadata = metadata
         return lambda *args, **kwargs: None
 
     @classmethod
@@ -74,16 +93,24 @@ class OfflineDriver(DriverBase):
         raise NotImplementedError
 
 
-def resources(binary: bytes) -> tuple[int, int]:
-    """Registers per thread and stack bytes (spills) of a cubin."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+def _tool(name: str, binary: bytes, option: str) -> str:
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / name
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        return subprocess.run([path, option, file.name], capture_output=True, text=True, check=True).stdout
+
+
+def resources(binary: bytes) -> tuple[int, int]:
+    """Registers per thread and stack bytes (spills) of a cubin."""
+    text = _tool("cuobjdump", binary, "-res-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
     return int(found[1]), int(found[2])
+
+
+def disassembly(binary: bytes) -> str:
+    return _tool("nvdisasm", binary, "-c")
 
 
 def install() -> OfflineDriver:

@@ -14,12 +14,12 @@ GPU_LENGTHS = [1, 1000, 16, 4000, 517, 64, 65, 8191]
 
 
 def run(paged, spec, q, workspace):
-    out = torch.empty(len(paged.rows), spec.num_heads * spec.head_dim, dtype=paged.k_pool.dtype, device=paged.rows.device)
+    out = torch.empty(
+        len(paged.rows), spec.num_heads * spec.head_dim, dtype=paged.k_pool.dtype, device=paged.rows.device
+    )
     poison(out, workspace.partial, workspace.stats)
     workspace.plan(spec.sliding_window, paged.seq_lens)
-    decode_attention(
-        q, paged.k_pool, paged.v_pool, paged.table, paged.rows, paged.seq_lens, spec, workspace, out
-    )
+    decode_attention(q, paged.k_pool, paged.v_pool, paged.table, paged.rows, paged.seq_lens, spec, workspace, out)
     assert not workspace.counters.any()
     return out
 

@@ -63,7 +63,8 @@ def test_silu_and_mul(rng, device, on_gpu, rows, size):
 
 @pytest.mark.parametrize("tokens", [1, 70])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "norm", "rotary"), [(4, 2, 64, True, None), (3, 1, 80, False, 32), (5, 1, 96, True, 96)]
+    ("heads", "kv_heads", "dim", "norm", "rotary"),
+    [(4, 2, 64, True, None), (3, 1, 80, False, 32), (5, 1, 96, True, 96)],
 )
 def test_norm_rope_store(rng, device, on_gpu, tokens, heads, kv_heads, dim, norm, rotary):
     for dtype in dtypes(on_gpu):

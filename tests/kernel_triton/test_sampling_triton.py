@@ -77,7 +77,9 @@ def test_plain_rows_are_the_inverse_cdf(rng, device, on_gpu):
 
 @pytest.mark.parametrize("spread", [0.1, 1.0, 6.0], ids=["flat", "normal", "peaked"])
 def test_filters(rng, device, on_gpu, spread):
-    """Top-k, top-p and min-p, alone and together, some in the same batch as rows without; more kept than is collected."""
+    """Top-k, top-p and min-p, alone and together, some in the same batch as rows without; more kept than is
+    collected.
+    """
     rows = [
         {"top_k": 40},
         {"top_p": 0.9},
@@ -113,9 +115,7 @@ def test_ends_of_the_kept_set_are_exact(device, on_gpu):
     logits = torch.full((4, size), -50.0, device=device)
     logits[:, 10:20] = torch.arange(10, 0, -1.0, device=device)  # token 10 is the likeliest, 19 the least likely
     logits[3, 10:20] = 1.0  # all equal: they stay together
-    given = parameters(
-        4, device, temperature=1.0, uniform=1 - 2**-24, top_k=[3, 0, 5, 3], top_p=[1.0, 0.9, 0.9, 1.0]
-    )
+    given = parameters(4, device, temperature=1.0, uniform=1 - 2**-24, top_k=[3, 0, 5, 3], top_p=[1.0, 0.9, 0.9, 1.0])
     ids, _ = sample(logits, *given)
     # top_p 0.9: the first two of a geometric series with ratio 1/e have 0.865, three have 0.95
     assert ids.tolist() == [12, 12, 12, 19]

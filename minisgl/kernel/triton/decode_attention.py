@@ -28,8 +28,8 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, the fewest units (of one
-    tile, unless parts are fixed) that are worth a program, and a bound on registers."""
+    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, the fewest units (of
+    one tile, unless parts are fixed) that are worth a program, and a bound on registers."""
 
     tile: int
     programs_per_sm: int
@@ -359,8 +359,8 @@ def decode_attention(
 
     ``q`` is (B, Hq, D) with contiguous heads, its K and V being in the pool already, or a :class:`FusedQKV`. ``k_pool``
     and ``v_pool`` are (pages, page_size, Hkv, D), contiguous; ``rows`` and ``seq_lens`` (B) int32; ``out`` (B, Hq * D),
-    contiguous. Every length is at least 1, that of padding too. With ``pdl`` the kernel right before this one must not be
-    the one that made the plan.
+    contiguous. Every length is at least 1, that of padding too. With ``pdl`` the kernel right before this one must not
+    be the one that made the plan.
     """
     fused = q if isinstance(q, FusedQKV) else None
     source = fused.qkv if fused else q

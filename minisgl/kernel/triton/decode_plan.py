@@ -25,13 +25,13 @@ import triton.language as tl
 from .launch import launch, power_of_2, wait_for_previous
 
 HEADER = 2
-"""The plan begins with the number of units and of programs that have work. The first unit of each request follows (B + 1),
-then the first request of each program (G)."""
+"""A plan begins with the number of units and of programs that have work, then comes the first unit of each request
+(B + 1 of them), then the first request of each program (G)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Tokens of a tile, tiles of a unit, the fewest units that are worth a program, and the sliding window (0: none)."""
+    """Tokens of a tile, tiles of a unit, the fewest units worth a program, and the sliding window (0: none)."""
 
     tile: int
     unit: int
@@ -95,7 +95,7 @@ def plan_decode(
     *,
     pdl: bool = False,
 ) -> None:
-    """Fills ``plan`` (:func:`plan_size`, int32) for requests of ``seq_lens`` (B) int32 tokens; B is at most ``max_requests``."""
+    """Fills ``plan`` (:func:`plan_size`, int32) for B requests, at most ``max_requests``, of ``seq_lens`` (B) int32."""
     size = seq_lens.shape[0]
     launch(
         _plan_kernel,

@@ -4,9 +4,10 @@
     each   (T * top_k, H) = hidden[pair] @ down.T
     out    (T, H)         = sum over choices of weight * each
 
-A program multiplies a block of one expert's pairs with some of its outputs. How many blocks each expert has is known on the
-device only, so there are programs for the most there can be, and each finds its own block in the counts; that needs no
-word from the host and fits a CUDA graph. With few tokens an expert's weight is read once, by whom needs it: memory-bound.
+A program multiplies a block of one expert's pairs with some of its outputs. How many blocks each expert has is known on
+the device only, so there are programs for the most there can be, and each finds its own block in the counts; that needs
+no word from the host and fits a CUDA graph. With few tokens an expert's weight is read once, by whom needs it: memory-
+bound.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -31,7 +32,9 @@ class GroupedConfig:
     num_stages: int
 
 
-def grouped_config(pairs: int, num_experts: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> GroupedConfig:
+def grouped_config(
+    pairs: int, num_experts: int, outputs: int, inputs: int, gated: bool, itemsize: int
+) -> GroupedConfig:
     """By the pairs that an expert gets on average: under some 100 the weights are the cost, beyond the tensor cores."""
     each = pairs / num_experts
     if itemsize == 4:
@@ -193,7 +196,10 @@ def grouped_gemm(
 
 
 def combine(each: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
-    """Sums ``weights`` (T, top_k) times ``each`` (T * top_k, N) over the choices: (T, N). Sets ``counts`` (E) to zero."""
+    """Sums ``weights`` (T, top_k) times ``each`` (T * top_k, N) over the choices: (T, N).
+
+    Sets ``counts`` (E) to zero.
+    """
     tokens, top_k = weights.shape
     size = each.shape[1]
     out = torch.empty((tokens, size), dtype=each.dtype, device=each.device)

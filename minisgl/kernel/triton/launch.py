@@ -56,5 +56,5 @@ def power_of_2(n: int) -> int:
 
 
 def offset_type(tensor: torch.Tensor) -> Any:
-    """The type for offsets into ``tensor``: int32 where it suffices, since wide ones cost registers and instructions."""
+    """The type for offsets into ``tensor``: int32 where it suffices, since wide ones cost registers."""
     return tl.int32 if tensor.numel() < 2**31 else tl.int64

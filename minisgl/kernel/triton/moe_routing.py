@@ -85,8 +85,9 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax, top-k and assignment in one: returns weights (T, top_k) of ``dtype`` and members (E, T) int32.
 
-    ``logits`` (T, E). Weights are probabilities over all experts; with ``normalise`` the chosen ones sum to 1. ``counts``
-    (E) int32 must be zero, and counts the members of each expert afterwards. Reference: :func:`minisgl.moe.base.route`.
+    ``logits`` (T, E). Weights are probabilities over all experts; with ``normalise`` the chosen ones sum to 1.
+    ``counts`` (E) int32 must be zero, and counts the members of each expert afterwards. Reference:
+    :func:`minisgl.moe.base.route`.
     """
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
@@ -125,6 +126,15 @@ def assign(experts: torch.Tensor, counts: torch.Tensor, *, pdl: bool = False) ->
         block = 256
         grid = (triton.cdiv(experts.numel(), block),)
         launch(
-            _assign_kernel, grid, experts, members, counts, experts.numel(), TOP_K=top_k, BLOCK=block, num_warps=4, pdl=pdl
+            _assign_kernel,
+            grid,
+            experts,
+            members,
+            counts,
+            experts.numel(),
+            TOP_K=top_k,
+            BLOCK=block,
+            num_warps=4,
+            pdl=pdl,
         )
     return members

@@ -48,7 +48,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
-    """RMS norm over the last dimension of ``x``, which is contiguous; ``x`` has 2 or 3 dimensions of any strides else."""
+    """RMS norm over the last dimension of ``x``, the contiguous one of its 2 or 3. Returns a contiguous tensor."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     inner = x.shape[1] if x.dim() == 3 else 1
     strides = (x.stride(0), x.stride(1)) if x.dim() == 3 else (x.stride(0), 0)

@@ -1,8 +1,8 @@
 """Attention of requests with several new tokens over their pages: bound by the tensor cores.
 
 A program takes a block of query rows of one KV head and walks over the keys that they see (FlashAttention-2, Dao 2023).
-Rows are packed: row r of a request and KV head is query head ``r % group`` of new token ``r // group``, so that the heads
-that share K and V share their loads, and a block of rows spans few positions:
+Rows are packed: row r of a request and KV head is query head ``r % group`` of new token ``r // group``, so that the
+heads that share K and V share their loads, and a block of rows spans few positions:
 
     keys       0 ........... window ......... first row ... last row
                  not visited | masked | all visible | masked |
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PrefillConfig:
-    """Launch parameters: rows of a block, keys of a tile, warps, pipeline stages, and a bound on registers per thread."""
+    """Launch parameters: rows of a block, keys of a tile, warps, pipeline stages, and a bound on registers."""
 
     rows: int
     tile: int
@@ -37,10 +37,11 @@ class PrefillConfig:
 
 
 def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
+    wide = power_of_2(head_dim) > 128
     if itemsize == 4:
-        return PrefillConfig(rows=32, tile=32, num_warps=4, num_stages=2)
-    if power_of_2(head_dim) > 128:
-        return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=2)
+        return PrefillConfig(rows=16, tile=16 if wide else 32, num_warps=4, num_stages=2)
+    if wide:
+        return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3)
     return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
 
 
@@ -82,7 +83,8 @@ def _attend_tiles(
     OFFSET: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Goes on with the softmax over keys low .. high - 1, where low is a multiple of TILE, and so is high if not MASKED."""
+    """Goes on with the softmax over the keys from low up to high. Both are multiples of TILE, but high only if not
+    MASKED."""
     d = tl.arange(0, BLOCK_D)
     slot = page_slots(table, low, limit, PAGE, TILE)
     for tile in range(low, high, TILE):
@@ -222,9 +224,9 @@ def prefill_attention(
 ) -> None:
     """Causal attention of the last ``cu_new[i + 1] - cu_new[i]`` tokens of each request over all its tokens.
 
-    ``q`` (T, Hq, D) has contiguous heads; request i begins at its token ``cu_new[i] - cu_new[0]``. K and V of all tokens
-    are in the pools (pages, page_size, Hkv, D) already. ``rows``, ``seq_lens`` (B) and ``cu_new`` (B + 1) are int32;
-    ``blocks`` is :func:`plan_prefill` of them on the device. Writes ``out`` (T, Hq * D), contiguous.
+    ``q`` (T, Hq, D) has contiguous heads; request i begins at its token ``cu_new[i] - cu_new[0]``. K and V of all
+    tokens are in the pools (pages, page_size, Hkv, D) already. ``rows``, ``seq_lens`` (B) and ``cu_new`` (B + 1) are
+    int32; ``blocks`` is :func:`plan_prefill` of them on the device. Writes ``out`` (T, Hq * D), contiguous.
     """
     launch(
         _prefill_kernel,

@@ -4,8 +4,8 @@
                                k ── norm ── rope ──> pool, at the token's slot
                                v ──────────────────> pool, at the token's slot
 
-The reference is the plain path of :meth:`minisgl.attention.base.AttentionBackend.forward_qkv`; results are rounded where
-it rounds them.
+The reference is the plain path of :meth:`minisgl.attention.base.AttentionBackend.forward_qkv`; results are rounded
+where it rounds them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -150,8 +150,8 @@ def norm_rope_store(
 ) -> torch.Tensor:
     """Norm (if any) and rope for q and k, and K and V into the pool of the layer.
 
-    ``qkv`` (T, (Hq + 2 * Hkv) * D) with contiguous rows; ``k_pool`` and ``v_pool`` (pages, page_size, Hkv, D) contiguous;
-    ``positions`` (T) int32, ``slots`` (T) int64. Returns q (T, Hq, D).
+    ``qkv`` (T, (Hq + 2 * Hkv) * D) with contiguous rows; ``k_pool`` and ``v_pool`` (pages, page_size, Hkv, D)
+    contiguous; ``positions`` (T) int32, ``slots`` (T) int64. Returns q (T, Hq, D).
     """
     tokens = qkv.shape[0]
     q = torch.empty((tokens, spec.num_heads, spec.head_dim), dtype=qkv.dtype, device=qkv.device)

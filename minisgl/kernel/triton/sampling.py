@@ -7,10 +7,10 @@ Two launches serve all rows, whatever each of them asks for:
                        plain: the chunk under u * total, then the token in it
                        filtered: the cut-off, the sums of what it keeps in each chunk, then as plain
 
-What a row keeps is one number, as in :mod:`minisgl.engine.cutoff`, which is also the reference: all filters keep the most
-probable tokens. With d = largest logit - logit >= 0 the cut-off is the smallest d that reaches a count (top-k) or a mass
-(top-p). It is found by passes over the row that each test a few candidates at once, until few enough tokens are left
-between too little and enough; these are collected and searched bit by bit in registers.
+What a row keeps is one number, as in :mod:`minisgl.engine.cutoff`, which is also the reference: all filters keep the
+most probable tokens. With d = largest logit - logit >= 0 the cut-off is the smallest d that reaches a count (top-k) or
+a mass (top-p). It is found by passes over the row that each test a few candidates at once, until few enough tokens are
+left between too little and enough; these are collected and searched bit by bit in registers.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -124,7 +124,6 @@ def _bracket(
             m2 += tl.where(d <= p2, mass, 0.0)
             m3 += tl.where(d <= p3, mass, 0.0)
             m4 += tl.where(d <= p4, mass, 0.0)
-        before = count_high - count_low
         old_low, old_high = low, high
         low, count_low, mass_low, high, count_high = _test(
             p1, tl.sum(n1, 0), tl.sum(m1, 0), need, low, count_low, mass_low, high, count_high, BY_COUNT
@@ -202,7 +201,8 @@ def _fixed_sum(mass):
 def _search(d, need, low, count_low, mass_low, high, BY_COUNT: tl.constexpr):
     """The smallest of ``d``, all in low < d <= high, that reaches ``need`` together with what lies up to low.
 
-    Returns it with count and mass of the tokens before it, and the count up to it. Floats from 0 on are ordered as their bits.
+    Returns it with count and mass of the tokens before it, and the count up to it. Floats from 0 on are ordered as
+    their bits.
     """
     bits = d.to(tl.int32, bitcast=True)
     mass = _fixed_point(d)
@@ -365,8 +365,8 @@ def sample(
     """Token ids (S) int64 of ``logits`` (S, V), and which rows failed (S) bool because their logits are not finite.
 
     Parameters are those of :class:`minisgl.core.Sampling`, each (S) on the device: fp32, but ``top_k`` int32 or int64.
-    Temperature 0 and top_k 1 are greedy, the lowest id of equal logits. The token of a sampled row is the inverse of its
-    cumulative distribution, in token id order, at ``uniform``. No row depends on another.
+    Temperature 0 and top_k 1 are greedy, the lowest id of equal logits. The token of a sampled row is the inverse of
+    its cumulative distribution, in token id order, at ``uniform``. No row depends on another.
     """
     rows, vocab = logits.shape
     device = logits.device

@@ -1,0 +1,176 @@
+"""Compiles what real models launch on an H200, without a GPU: ``python compile_for_hopper.py [name ...]``.
+
+Prints a line for each kernel: registers, bytes spilled, shared memory, and how many matrix instructions of which kind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict, dataclass
+from functools import partial
+
+os.environ["TRITON_INTERPRET"] = "0"
+
+import torch
+from offline_sm90 import OfflineDriver, install
+
+from minisgl.attention.base import AttentionSpec
+from minisgl.kernel.triton.activation import silu_and_mul
+from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
+from minisgl.kernel.triton.grouped_gemm import combine, grouped_gemm
+from minisgl.kernel.triton.linear import fused_linear
+from minisgl.kernel.triton.moe_routing import assign, route
+from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
+from minisgl.kernel.triton.prefill_attention import prefill_attention, prefill_config
+from minisgl.kernel.triton.rope import norm_rope_store
+from minisgl.kernel.triton.sampling import sample
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocab: int
+    qk_norm: bool = True
+
+    def spec(self, dtype: torch.dtype, window: int | None = None) -> AttentionSpec:
+        weight = torch.empty(self.head_dim, dtype=dtype) if self.qk_norm else None
+        table = torch.empty(64, self.head_dim)
+        scale = self.head_dim**-0.5
+        return AttentionSpec(0, self.heads, self.kv_heads, self.head_dim, scale, table, window, weight, weight, 1e-6)
+
+
+QWEN3_0_6B = Model(1024, 16, 8, 128, 3072, 151936)
+QWEN3_14B = Model(5120, 40, 8, 128, 17408, 151936)
+LLAMA3_8B = Model(4096, 32, 8, 128, 14336, 128256, qk_norm=False)
+SMOLLM2 = Model(576, 9, 3, 64, 1536, 49152, qk_norm=False)
+PHI = Model(2560, 32, 32, 80, 10240, 51200, qk_norm=False)
+GEMMA = Model(2048, 8, 1, 256, 16384, 262144, qk_norm=False)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.int32)
+
+
+def rows(model: Model, dtype: torch.dtype) -> None:
+    x, weight = torch.empty(64, model.hidden, dtype=dtype), torch.empty(model.hidden, dtype=dtype)
+    rms_norm(x, weight, 1e-6)
+    add_rms_norm(x, x, weight, 1e-6, pdl=True)
+    silu_and_mul(torch.empty(64, 2 * model.inner, dtype=dtype))
+
+
+def decode(
+    model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None, fused: bool = True, fixed: bool = False
+) -> None:
+    spec = model.spec(dtype, window)
+    workspace = DecodeWorkspace(
+        256, model.heads, model.kv_heads, model.head_dim, dtype, CPU, fixed=fixed, max_tokens=4096
+    )
+    workspace.plan(window, ints(8), pdl=True)
+    pool = torch.empty(64, page, model.kv_heads, model.head_dim, dtype=dtype)
+    qkv = torch.empty(8, (model.heads + 2 * model.kv_heads) * model.head_dim, dtype=dtype)
+    out = torch.empty(8, model.heads * model.head_dim, dtype=dtype)
+    q = FusedQKV(qkv, torch.empty(8, dtype=torch.int64)) if fused else out.view(8, model.heads, model.head_dim)
+    decode_attention(q, pool, pool, ints(257, 128), ints(8), ints(8), spec, workspace, out, pdl=True)
+
+
+def prefill(model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None) -> None:
+    spec = model.spec(dtype, window)
+    pool = torch.empty(64, page, model.kv_heads, model.head_dim, dtype=dtype)
+    qkv = torch.empty(100, (model.heads + 2 * model.kv_heads) * model.head_dim, dtype=dtype)
+    q = norm_rope_store(qkv, spec, pool, pool, ints(100), torch.empty(100, dtype=torch.int64), pdl=True)
+    config = prefill_config(model.head_dim, dtype.itemsize)
+    out = torch.empty(100, model.heads * model.head_dim, dtype=dtype)
+    table, blocks = ints(257, 128), ints(2, 16)
+    prefill_attention(q, pool, pool, table, ints(3), ints(3), ints(4), blocks, spec, out, config, pdl=True)
+
+
+def linear(model: Model, dtype: torch.dtype, num_rows: int) -> None:
+    q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    norm = torch.empty(model.hidden, dtype=dtype)
+    for outputs, inputs, arguments in (
+        (q_dim + 2 * kv_dim, model.hidden, {"norm": norm}),
+        (model.hidden, q_dim, {"residual": torch.empty(num_rows, model.hidden, dtype=dtype)}),
+        (2 * model.inner, model.hidden, {"norm": norm, "epilogue": "silu_and_mul"}),
+        (model.hidden, model.inner, {"residual": torch.empty(num_rows, model.hidden, dtype=dtype)}),
+        (model.vocab, model.hidden, {"norm": norm}),
+    ):
+        x, weight = torch.empty(num_rows, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype)
+        fused_linear(x, weight, **arguments, pdl=True)
+
+
+def experts(dtype: torch.dtype, tokens: int) -> None:
+    """Qwen3-30B-A3B"""
+    num, hidden, inner, top_k = 128, 2048, 768, 8
+    counts = ints(num)
+    x = torch.empty(tokens, hidden, dtype=dtype)
+    assign(torch.empty(tokens, top_k, dtype=torch.int64), counts)
+    weights, members = route(torch.empty(tokens, num, dtype=dtype), top_k, True, counts, dtype, pdl=True)
+    pairs = tokens * top_k
+    gate_up = torch.empty(num, 2 * inner, hidden, dtype=dtype)
+    middle = grouped_gemm(x, gate_up, members, counts, pairs, gated=True, pdl=True)
+    down = torch.empty(num, hidden, inner, dtype=dtype)
+    combine(grouped_gemm(middle, down, members, counts, pairs, gated=False, pdl=True), weights, counts, pdl=True)
+
+
+def sampler(vocab: int, dtype: torch.dtype) -> None:
+    floats = torch.empty(8)
+    sample(torch.empty(8, vocab, dtype=dtype), floats, ints(8), floats, floats, floats, pdl=True)
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CASES = {
+    "rows": partial(rows, QWEN3_14B, BF16),
+    "decode-qwen3-0.6b": partial(decode, QWEN3_0_6B, BF16),
+    "prefill-qwen3-0.6b": partial(prefill, QWEN3_0_6B, BF16),
+    "linear-1-qwen3-0.6b": partial(linear, QWEN3_0_6B, BF16, 1),
+    "linear-16-qwen3-0.6b": partial(linear, QWEN3_0_6B, BF16, 16),
+    "linear-32-qwen3-0.6b": partial(linear, QWEN3_0_6B, BF16, 32),
+    "linear-64-qwen3-0.6b": partial(linear, QWEN3_0_6B, BF16, 64),
+    "linear-1-qwen3-14b": partial(linear, QWEN3_14B, BF16, 1),
+    "linear-16-qwen3-14b": partial(linear, QWEN3_14B, BF16, 16),
+    "linear-1-smollm2-fp32": partial(linear, SMOLLM2, FP32, 1),
+    "linear-4-smollm2-fp32": partial(linear, SMOLLM2, FP32, 4),
+    "experts-1": partial(experts, BF16, 1),
+    "experts-64": partial(experts, BF16, 64),
+    "experts-256": partial(experts, BF16, 256),
+    "experts-1024": partial(experts, BF16, 1024),
+    "experts-8192": partial(experts, BF16, 8192),
+    "experts-64-fp32": partial(experts, FP32, 64),
+    "sampler": partial(sampler, 151936, FP32),
+    "sampler-bf16": partial(sampler, 151936, BF16),
+}
+for name, model in (("qwen3-14b", QWEN3_14B), ("llama3-8b", LLAMA3_8B), ("phi", PHI), ("gemma", GEMMA)):
+    CASES[f"decode-{name}"] = partial(decode, model, BF16)
+    CASES[f"prefill-{name}"] = partial(prefill, model, BF16)
+for page in (1, 64, 128):
+    CASES[f"decode-page-{page}"] = partial(decode, QWEN3_14B, BF16, page)
+    CASES[f"prefill-page-{page}"] = partial(prefill, QWEN3_14B, BF16, page)
+CASES["decode-plain"] = partial(decode, QWEN3_14B, BF16, fused=False)
+CASES["decode-fixed"] = partial(decode, QWEN3_14B, BF16, fixed=True)
+for name, function in (("decode", decode), ("prefill", prefill)):
+    CASES[f"{name}-window"] = partial(function, LLAMA3_8B, BF16, window=4096)
+    CASES[f"{name}-smollm2-fp32"] = partial(function, SMOLLM2, FP32)
+    CASES[f"{name}-smollm2-fp16"] = partial(function, SMOLLM2, FP16)
+    CASES[f"{name}-gemma-fp32"] = partial(function, GEMMA, FP32)
+
+
+def main() -> None:
+    driver: OfflineDriver = install()
+    names = sys.argv[1:] or list(CASES)
+    for name in names:
+        before = len(driver.compiled)
+        CASES[name]()
+        for usage in driver.compiled[before:]:
+            print(json.dumps({"case": name} | asdict(usage)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
