@@ -10,10 +10,10 @@ missing point to the scratch row and write to the scratch page:
 A step is three recordings, with the attention backend's own preparation between the first two:
 
     enter       page table, pending ids, slots
-    forward     the model, up to fp32 logits
-    sample      one for steps that are all greedy, one for all plain (temperature alone)
+    forward     the model, up to the logits
+    sample      all parameters but penalties
 
-Any other mix of sampling parameters is sampled eagerly from the logits.
+A step with penalties is sampled eagerly from the logits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -33,7 +32,6 @@ from minisgl.attention.base import AttentionBackend
 from .config import Progress
 from .forward_batch import ForwardBatch, HostPlan, token_slots
 from .model_runner import ModelRunner
-from .sampler import SamplingPlan
 from .staging import IN_FLIGHT, Staging, pinned
 from .step_plan import StepPlan
 
@@ -57,16 +55,9 @@ class GraphInputs:
     depends on the size of the graph. Floats travel as their bits.
     """
 
-    FIELDS = (
-        "rows",
-        "cached",
-        "seq_lens",
-        "input_ids",
-        "table_index",
-        "table_pages",
-        "temperature",
-        "uniform",
-    )
+    INTS = ("rows", "cached", "seq_lens", "input_ids", "table_index", "table_pages", "top_k")
+    FLOATS = ("temperature", "top_p", "min_p", "uniform")
+    FIELDS = INTS + FLOATS
 
     def __init__(self, max_bs: int, device: torch.device) -> None:
         words = len(self.FIELDS) * max_bs
@@ -78,25 +69,25 @@ class GraphInputs:
         """The fields (size) of a graph of ``size`` requests."""
         block = self._memory[: len(self.FIELDS) * size].view(len(self.FIELDS), size)
         fields = dict(zip(self.FIELDS, block.unbind(), strict=True))
-        for name in ("temperature", "uniform"):
+        for name in self.FLOATS:
             fields[name] = fields[name].view(torch.float32)
         return fields
 
     def fill(self, size: int, values: dict[str, np.ndarray], padding: dict[str, float]) -> None:
         """Copies ``values`` (each at most ``size`` long) in, followed by ``padding``."""
         words = len(self.FIELDS) * size
-        pinned = self._pinned[self._turn]
+        source = self._pinned[self._turn]
         self._turn = (self._turn + 1) % len(self._pinned)
-        block = pinned[:words].numpy().reshape(len(self.FIELDS), size)
+        block = source[:words].numpy().reshape(len(self.FIELDS), size)
         for field, name in zip(block, self.FIELDS, strict=True):
-            if name in ("temperature", "uniform"):
+            if name in self.FLOATS:
                 field = field.view(np.float32)
             array = values.get(name)
             used = 0 if array is None else len(array)
             if array is not None:
                 field[:used] = array
             field[used:] = padding[name]
-        self._memory[:words].copy_(pinned[:words], non_blocking=True)
+        self._memory[:words].copy_(source[:words], non_blocking=True)
 
 
 class DecodeGraphs:
@@ -109,7 +100,9 @@ class DecodeGraphs:
         self._sizes = ladder(max_bs)
         self._inputs = GraphInputs(max_bs, device)
         self._cu_new = torch.arange(max_bs + 1, dtype=torch.int32, device=device)
-        self._logits = torch.empty((max_bs, runner.model.config.vocab_size), device=device)
+        self._logits = torch.empty(
+            (max_bs, runner.model.config.vocab_size), dtype=runner.model.context.dtype, device=device
+        )
         scratch = state.page_table.shape[0] - 1
         self._padding = {
             "rows": scratch,
@@ -118,7 +111,10 @@ class DecodeGraphs:
             "input_ids": 0,
             "table_index": scratch * state.page_table.shape[1],
             "table_pages": state.kv.num_pages,
-            "temperature": 1.0,
+            "top_k": 0,
+            "temperature": 0.0,
+            "top_p": 1.0,
+            "min_p": 0.0,
             "uniform": 0.0,
         }
         gc.collect()
@@ -141,36 +137,28 @@ class DecodeGraphs:
 
     def step(self, plan: StepPlan, staging: Staging) -> Tensor:
         """As :meth:`ModelRunner.step`; ``plan`` fits."""
-        arrays, sampling = plan.arrays, plan.sampling
+        arrays = plan.arrays
         size = next(size for size in self._sizes if size >= plan.size)
         graph = self._graphs[size]
         values = {name: arrays[name] for name in GraphInputs.FIELDS if name in arrays}
-        everyone = sampling.size == plan.size and not sampling.num_penalised
-        recorded = everyone and sampling.size in (sampling.num_greedy, sampling.num_plain)
-        extra = {} if recorded else sampling.arrays | {"sampled_table_rows": arrays["sampled_table_rows"]}
-        if "logit_index" in arrays:
-            extra["logit_index"] = arrays["logit_index"]
-        if not recorded:
-            values.pop("temperature", None)
-            values.pop("uniform", None)
-        if len(values.get("table_index", ())) > size:
-            # A request that resumes on many cached pages at once.
-            for name in ("table_index", "table_pages"):
-                extra[name] = values.pop(name)
-        tensors = staging.upload(extra) if extra else {}
-        if "table_index" in tensors:
+        sampled_as_recorded = len(plan.sampled) == plan.size and "penalty_row" not in arrays
+        # A request that starts on many cached pages at once has more entries than there is room for.
+        table_fits = len(values.get("table_index", ())) <= size
+        tensors = {} if sampled_as_recorded and table_fits else staging.upload(arrays)
+        if not table_fits:
             self._runner.state.write_table(tensors["table_index"], tensors["table_pages"])
+            del values["table_index"], values["table_pages"]
         self._inputs.fill(size, values, self._padding)
         graph.enter()
         graph.forward(plan.host)
-        if recorded:
-            return graph.sample(greedy=sampling.num_greedy > 0)[: plan.size]
-        if not sampling.size:
+        if sampled_as_recorded:
+            return graph.sample()[: plan.size]
+        if not len(plan.sampled):
             return self._cu_new[:0]
         logits = self._logits[: plan.size]
         if "logit_index" in tensors:
             logits = logits[tensors["logit_index"]]
-        return self._runner.sample(logits, sampling, tensors)
+        return self._runner.sample(logits, tensors)
 
     # What is recorded
 
@@ -202,11 +190,9 @@ class DecodeGraphs:
         hidden = runner.model(batch, runner.state.kv, runner.backends.decode)
         self._logits[: batch.size].copy_(runner.model.logits(hidden))
 
-    def sample(self, size: int, greedy: bool) -> Tensor:
+    def sample(self, size: int) -> Tensor:
         inputs = self._inputs.views(size)
-        plan = SamplingPlan(size, 0, 0) if greedy else SamplingPlan(0, size, 0)
-        tensors = inputs | {"sampled_table_rows": inputs["rows"].long()}
-        return self._runner.sample(self._logits[:size], plan, tensors)
+        return self._runner.sample(self._logits[:size], inputs | {"sampled_table_rows": inputs["rows"].long()})
 
 
 class _Graph:
@@ -219,7 +205,7 @@ class _Graph:
         self._enter.replay()
         backend.prepare(batch)
         self._forward, _ = _record(lambda: graphs.forward(batch), pool)
-        self._sample = {greedy: _record(partial(graphs.sample, size, greedy), pool) for greedy in (True, False)}
+        self._sample, self._ids = _record(lambda: graphs.sample(size), pool)
 
     def enter(self) -> None:
         self._enter.replay()
@@ -232,11 +218,10 @@ class _Graph:
         self._backend.prepare(batch)
         self._forward.replay()
 
-    def sample(self, greedy: bool) -> Tensor:
+    def sample(self) -> Tensor:
         """The ids (size, int32), overwritten by the next replay."""
-        graph, ids = self._sample[greedy]
-        graph.replay()
-        return ids
+        self._sample.replay()
+        return self._ids
 
 
 def _record(function: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:

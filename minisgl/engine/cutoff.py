@@ -14,7 +14,7 @@ Rows are a whole number of blocks wide (:data:`BLOCK`); probability 0 fills them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,23 +25,19 @@ BLOCK = 256
 _LARGEST = 256  # how many of the largest probabilities are looked at before bisection
 
 
-def smallest_kept(prob: Tensor, max_top_k: int, has_top_p: bool, tensors: Mapping[str, Tensor]) -> Tensor:
+def smallest_kept(prob: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The cut-off (F, fp32) of each row of ``prob`` (F, width), which sum to 1.
 
-    ``tensors`` has ``top_k`` (F, int64, below 1 is off), ``top_p`` and ``min_p`` (F, fp32). ``max_top_k`` is the
-    largest of the first, ``has_top_p`` says whether any of the second is below 1: what no row asks for is not computed.
+    ``top_k`` (F, int32, below 1 is off), ``top_p`` and ``min_p`` (F, fp32). What no row asks for is not computed.
     """
-    top_k, top_p, min_p = tensors["top_k"], tensors["top_p"], tensors["min_p"]
-    if max_top_k <= 0 and not has_top_p:
+    any_top_k, any_top_p = bool((top_k > 0).any()), bool((top_p < 1).any())
+    if not (any_top_k or any_top_p):
         return prob.amax(-1) * min_p
-    if prob.device.type != "cpu":
-        # Which rows need more than the largest few is known on the device only, and asking it would stall the host.
-        return _bisect(prob, top_k, top_p, min_p, max_top_k > 0, has_top_p)
+    top_k = top_k.long()
     cutoff, settled = _from_largest(prob, top_k, top_p, min_p)
     if not settled.all():
         rows = (~settled).nonzero()[:, 0]
-        top_k, top_p, min_p = top_k[rows], top_p[rows], min_p[rows]
-        cutoff[rows] = _bisect(prob[rows], top_k, top_p, min_p, max_top_k > 0, has_top_p)
+        cutoff[rows] = _bisect(prob[rows], top_k[rows], top_p[rows], min_p[rows], any_top_k, any_top_p)
     return cutoff
 
 

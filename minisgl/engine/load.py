@@ -18,9 +18,9 @@ from minisgl.models.config import ModelConfig
 
 from .config import DEVICE_DEFAULTS, EngineConfig, Progress
 from .kv_pool import KVPool
-from .memory import KVRoom, available_host_memory, context_that_fits, gib
+from .memory import KVRoom, available_host_memory, context_that_fits, gib, return_freed_memory
 from .model_runner import Backends, DeviceState, ModelRunner
-from .sampler import Sampler
+from .sampler import make_sampler
 from .step_plan import plan_step
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class _Loader:
     def load(self) -> ModelRunner:
         model = self._model()
         backends = self._backends(model)
-        sampler = Sampler(self.model_config.vocab_size, self.max_running_req, self.device)
+        sampler = make_sampler(self.model_config.vocab_size, self.max_running_req, self.device)
 
         def runner(num_pages: int, max_seq_len: int) -> ModelRunner:
             info = EngineInfo(
@@ -127,6 +127,7 @@ class _Loader:
         result = runner(num_pages, context)
         # The first step is slow (thread pools, kernels that are made on first use), so it is not a client's.
         run_padding(result, requests=1, tokens=2)
+        return_freed_memory()
         return result
 
     def _model(self) -> CausalLM:

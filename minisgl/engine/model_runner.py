@@ -15,7 +15,7 @@ from minisgl.models.base import CausalLM
 
 from .forward_batch import ForwardBatch, token_slots
 from .kv_pool import KVPool
-from .sampler import Sampler, SamplingPlan
+from .sampler import Sampler
 from .step_plan import StepPlan
 
 
@@ -83,9 +83,9 @@ class ModelRunner:
         if "table_index" in tensors:
             self.state.write_table(tensors["table_index"], tensors["table_pages"])
         hidden = self.forward(plan, tensors)
-        if not plan.sampling.size:
+        if not len(plan.sampled):
             return torch.empty(0, dtype=torch.int32, device=hidden.device)
-        return self.sample(self.model.logits(hidden), plan.sampling, tensors)
+        return self.sample(self.model.logits(hidden), tensors)
 
     def forward(self, plan: StepPlan, tensors: Mapping[str, Tensor]) -> Tensor:
         """The hidden states (S, hidden_size) of the tokens to sample after."""
@@ -111,12 +111,12 @@ class ModelRunner:
         backend.prepare(batch)
         return self.model(batch, state.kv, backend)
 
-    def sample(self, logits: Tensor, plan: SamplingPlan, tensors: Mapping[str, Tensor]) -> Tensor:
+    def sample(self, logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Samples from ``logits`` (S, vocab_size) on rank 0, tells the other ranks, and remembers."""
         if self.comm.rank == 0:
-            ids = self.sampler(logits, plan, tensors, self.state.last_token)
+            ids = self.sampler(logits, tensors, self.state.last_token)
         else:
-            ids = torch.empty(plan.size, dtype=torch.int32, device=logits.device)
+            ids = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         ids = self.comm.broadcast(ids)
         self.state.remember(tensors["sampled_table_rows"], ids)
         return ids

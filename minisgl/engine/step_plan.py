@@ -9,7 +9,7 @@ import numpy as np
 from minisgl.core import Batch, BatchResult, Int32
 
 from .forward_batch import HostPlan
-from .sampler import Arrays, SamplingPlan, plan_sampling
+from .sampler import Arrays, sampling_arrays
 
 NOT_FINITE = (
     "The model's logits for this request are not finite (NaN or infinity), so no token can be sampled from them."
@@ -20,7 +20,8 @@ NOT_FINITE = (
 class StepPlan:
     """One step of B requests, T new tokens and S sampled ones, before it goes to the device.
 
-    ``arrays`` holds those of the sampling plan and, int32 unless said otherwise:
+    ``sampled`` (S) are the requests that sample. ``arrays`` holds the :func:`sampling_arrays` of these and, int32
+    unless said otherwise:
 
         rows, cached, seq_lens (B), cu_new (B + 1), input_ids, positions (T)    as in ForwardBatch
         token_rows (T)                    the table row of each token
@@ -32,7 +33,6 @@ class StepPlan:
     """
 
     host: HostPlan
-    sampling: SamplingPlan
     sampled: Int32
     has_pending: bool
     arrays: Arrays
@@ -67,7 +67,8 @@ def plan_step(batch: Batch, max_pages_per_req: int) -> StepPlan:
         token_rows = np.repeat(batch.rows, batch.new)
         positions = np.arange(batch.num_tokens, dtype=np.int32) + np.repeat(batch.cached - cu_new[:-1], batch.new)
     sampled = batch.sampling.index
-    arrays: Arrays = {
+    sampled_rows = batch.rows[sampled]
+    arrays = sampling_arrays(batch.sampling, sampled_rows) | {
         "rows": batch.rows,
         "cached": batch.cached,
         "seq_lens": batch.cached + batch.new,
@@ -75,7 +76,7 @@ def plan_step(batch: Batch, max_pages_per_req: int) -> StepPlan:
         "input_ids": batch.input_ids,
         "positions": positions,
         "token_rows": token_rows,
-        "sampled_table_rows": batch.rows[sampled].astype(np.int64),
+        "sampled_table_rows": sampled_rows.astype(np.int64),
     }
     if len(sampled) != batch.num_tokens:
         arrays["logit_index"] = cu_new[1:][sampled].astype(np.int64) - 1
@@ -83,6 +84,4 @@ def plan_step(batch: Batch, max_pages_per_req: int) -> StepPlan:
     if len(table.rows):
         arrays["table_index"] = table.rows.astype(np.int64) * max_pages_per_req + table.cols
         arrays["table_pages"] = table.pages
-    sampling = plan_sampling(batch.sampling, batch.rows)
-    arrays |= sampling.arrays
-    return StepPlan(host, sampling, sampled, bool((batch.input_ids < 0).any()), arrays)
+    return StepPlan(host, sampled, bool((batch.input_ids < 0).any()), arrays)

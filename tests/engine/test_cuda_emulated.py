@@ -105,12 +105,12 @@ def test_graphs_answer_like_the_cpu(engine: TorchEngine, emulated: EmulatedEngin
         assert "capturing CUDA graphs" in emulated.told
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_steps_of_one_kind_are_replayed_as_a_whole(
-    engine: TorchEngine, no_cuda: None, tiny_model: Path, temperature: float
+@pytest.mark.parametrize("presence", [0.0, 1.0])
+def test_steps_of_single_tokens_are_replayed(
+    engine: TorchEngine, no_cuda: None, tiny_model: Path, presence: float
 ) -> None:
     emulated = EmulatedEngine(tiny_model, 4)
-    params = SamplingParams(temperature=temperature, seed=3)
+    params = SamplingParams(temperature=0.9, top_k=50, seed=3, presence_penalty=presence)
     outputs = []
     for each in (engine, emulated):
         driver = Driver(each)
@@ -121,8 +121,8 @@ def test_steps_of_one_kind_are_replayed_as_a_whole(
         outputs.append([request.tokens for request in work])
     assert outputs[0] == outputs[1]
     assert emulated.replays() == 20
-    graph = emulated._runner._graphs._graphs[4]
-    assert graph._sample[temperature == 0][0].replays == 20
+    # Only penalties are sampled outside of the graph.
+    assert emulated._runner._graphs._graphs[4]._sample.replays == (0 if presence else 20)
     # Padding must write nowhere but to the scratch row and page.
     state = emulated._runner._runner.state
     assert (state.page_table[3:] == state.kv.num_pages).all()

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from minisgl.core import PENDING, Penalties, Sampling
 from minisgl.engine.cutoff import BLOCK, smallest_kept
-from minisgl.engine.sampler import Sampler, inverse_cdf, plan_sampling
+from minisgl.engine.sampler import sampling_arrays
+from minisgl.engine.torch_sampler import TorchSampler, inverse_cdf
 
 CPU = torch.device("cpu")
 CASES = {
@@ -41,11 +42,11 @@ def sampling(rows: list[dict[str, float]], uniform: np.ndarray | None = None) ->
 
 
 def sample(logits: torch.Tensor, params: Sampling) -> list[int]:
-    plan = plan_sampling(params, np.arange(len(params.index), dtype=np.int32))
-    tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
+    arrays = sampling_arrays(params, np.arange(len(params.index), dtype=np.int32))
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
     last_token = torch.zeros(len(logits) + 1, dtype=torch.int32)
     with torch.inference_mode():
-        return Sampler(logits.shape[1], len(logits), CPU)(logits.clone(), plan, tensors, last_token).tolist()
+        return TorchSampler(logits.shape[1], len(logits), CPU)(logits.clone(), tensors, last_token).tolist()
 
 
 def filtered(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
@@ -112,7 +113,7 @@ def test_the_cutoff_is_where_the_definition_puts_it(
         "top_p": torch.tensor([top_p], dtype=torch.float32),
         "min_p": torch.tensor([min_p], dtype=torch.float32),
     }
-    cutoff = smallest_kept(prob, top_k, top_p < 1, tensors).item()
+    cutoff = smallest_kept(prob, **tensors).item()
     down = np.sort(prob[0].numpy().astype(np.float64))[::-1]
     allowed = down[:top_k] if top_k else down
     above = allowed[allowed > cutoff].sum()  # what is kept beyond doubt; the last kept value makes it enough
@@ -145,7 +146,7 @@ def test_a_row_is_bitwise_the_same_beside_any_others(vocab: int) -> None:
         "top_p": torch.tensor([0.9, 1.0, 0.999] * 11),
         "min_p": torch.zeros(33),
     }
-    cutoff = smallest_kept(padded, 300, True, top)
+    cutoff = smallest_kept(padded, **top)
     rows = [params[i % len(params)] for i in range(33)]
     uniform = np.random.default_rng(2).random(33)
     together = sample(logits, sampling(rows, uniform))
@@ -153,7 +154,7 @@ def test_a_row_is_bitwise_the_same_beside_any_others(vocab: int) -> None:
         assert torch.equal((logits[i : i + 1] / 0.7).softmax(-1)[0], prob[i])
         one = {name: value[i : i + 1] for name, value in top.items()}
         # Alone, and without what only the neighbours ask for.
-        alone = smallest_kept(padded[i : i + 1], int(one["top_k"]), bool(one["top_p"] < 1), one)
+        alone = smallest_kept(padded[i : i + 1], **one)
         assert torch.equal(alone, cutoff[i : i + 1])
         assert sample(logits[i : i + 1], sampling([rows[i]], uniform[i : i + 1])) == together[i : i + 1]
     for size in (2, 5, 32):
@@ -168,7 +169,7 @@ def test_the_number_of_threads_changes_no_bit() -> None:
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            cutoffs.append(smallest_kept(logits.softmax(-1), 0, True, tensors))
+            cutoffs.append(smallest_kept(logits.softmax(-1), **tensors))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(cutoffs[0], cutoffs[1])
@@ -253,11 +254,11 @@ def test_penalties_follow_their_definitions() -> None:
         seen = [6 if token == PENDING else token for token in output]
         expected[i] = penalised(logits[i], prompt, seen, *values)
 
-    plan = plan_sampling(params, np.arange(5, dtype=np.int32))
-    tensors = {name: torch.from_numpy(array) for name, array in plan.arrays.items()}
-    sampler = Sampler(vocab, 5, CPU)
+    arrays = sampling_arrays(params, np.arange(5, dtype=np.int32))
+    tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    sampler = TorchSampler(vocab, 5, CPU)
     for _ in range(2):  # the second time finds the counts of the first undone
         result = torch.from_numpy(logits.copy())
-        ids = sampler(result, plan, tensors, torch.tensor(last_token, dtype=torch.int32))
+        ids = sampler(result, tensors, torch.tensor(last_token, dtype=torch.int32))
         np.testing.assert_allclose(result.numpy(), expected, rtol=1e-5, atol=1e-6)
         assert ids.tolist() == expected.argmax(-1).tolist()

@@ -1,0 +1,27 @@
+"""Sampling on a GPU: two launches for all rows, whatever each of them asks for, so a CUDA graph can hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from minisgl.kernel.triton.sampling import sample
+
+from .sampler import Sampler
+
+
+class TritonSampler(Sampler):
+    """Logits of any floating-point type."""
+
+    def pick(self, logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        ids, failed = sample(
+            logits,
+            tensors["temperature"],
+            tensors["top_k"],
+            tensors["top_p"],
+            tensors["min_p"],
+            tensors["uniform"],
+        )
+        return torch.where(failed, -1, ids).int()
