@@ -89,6 +89,7 @@ def test_ends_of_the_distribution(kernels):
 def test_equals_stay_together(kernels):
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, -1.0]).expand(100, -1).contiguous()
     uniform = ((torch.arange(100) + 0.5) / 100).tolist()
+    assert set(sample(kernels, logits, 1.0, uniform, top_k=1).tolist()) == {1}
     for filters in ({"top_k": 2}, {"top_p": 0.3}):
         assert set(sample(kernels, logits, 1.0, uniform, **filters).tolist()) == {1, 2, 3}
 

@@ -103,7 +103,7 @@ class CpuKernels:
         """A token (S) int32 for each row of ``logits`` (S, V); -1 where they hold NaN or their largest is not finite.
 
         The parameters (S) are those of :class:`minisgl.core.Sampling`, ``top_k`` int32 and the others float32, filters
-        as :mod:`minisgl.engine.cutoff` defines them; temperature 0 takes the largest, the lowest id of equals.
+        as :mod:`minisgl.engine.cutoff` defines them. A temperature below 1e-5 takes the largest, the lowest of equals.
         """
         out = torch.empty(logits.shape[0], dtype=torch.int32)
         self._library.minisgl_sample(

@@ -11,6 +11,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include <sched.h>
@@ -26,7 +27,7 @@ class Pool {
             for (int64_t i = 0; i < chunks; i++) f(i);
             return;
         }
-        while (workers_ < threads - 1) std::thread(&Pool::serve, this, ++workers_).detach();
+        hire(threads - 1);
         call_ = [](const void* context, int64_t chunk) { (*static_cast<const F*>(context))(chunk); };
         context_ = &f;
         chunks_ = chunks;
@@ -63,6 +64,14 @@ class Pool {
     std::mutex mutex_;
     std::condition_variable wake_, finished_;
     std::atomic<bool> asleep_{false};  // some worker is, or is about to be
+
+    void hire(int64_t workers) {
+        try {
+            for (; workers_ < workers; workers_++) std::thread(&Pool::serve, this, workers_ + 1).detach();
+        } catch (const std::system_error&) {
+            // No more threads to be had from the system: those that there are will do.
+        }
+    }
 
     // Does one chunk, if there is one for this thread.
     bool claim(int64_t worker) {

@@ -123,13 +123,15 @@ struct Weights {
     }
 };
 
+constexpr float GREEDY_BELOW = 1e-5f;  // as in engine/sampler.py: dividing by less would overflow
+
 // The token of each row of logits (rows, n), -1 where they are not finite.
 static void sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,
                    const float* min_p, const float* uniform, int32_t* out, int64_t rows, int64_t n, int64_t threads) {
     pool().run(rows, threads, [&](int64_t r) {
         float largest;
         out[r] = argmax_row(logits + r * n, n, largest);
-        if (out[r] < 0 || temperature[r] == 0) return;
+        if (out[r] < 0 || temperature[r] < GREEDY_BELOW || top_k[r] == 1) return;
         int64_t padded = round_up(n, Weights::BLOCK);
         float* memory = scratch<Weights>(padded + 2 * padded / Weights::BLOCK);
         Weights weights(memory, logits + r * n, n, largest, temperature[r]);
