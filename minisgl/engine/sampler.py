@@ -1,7 +1,7 @@
 """From logits to token ids: penalties, temperature, top-k, top-p, min-p, and one uniform number per token.
 
-What is the same on all devices is here; how a token is picked is the business of :class:`TorchSampler` on a CPU and of
-:class:`TritonSampler` on a GPU.
+What is the same on all devices is here; how a token is picked is the business of :class:`CpuSampler` on a CPU, of
+:class:`TorchSampler` where the CPU kernels cannot be had, and of :class:`TritonSampler` on a GPU.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Sampling
+from minisgl.kernel.cpu import load as load_cpu_kernels
 
 from .penalties import apply_penalties, penalty_arrays
 
@@ -74,6 +75,11 @@ def make_sampler(vocab_size: int, max_rows: int, device: torch.device) -> Sample
         from .triton_sampler import TritonSampler
 
         return TritonSampler(vocab_size, max_rows, device)
+    kernels = load_cpu_kernels()
+    if kernels is not None:
+        from .cpu_sampler import CpuSampler
+
+        return CpuSampler(kernels, vocab_size, max_rows, device)
     from .torch_sampler import TorchSampler
 
     return TorchSampler(vocab_size, max_rows, device)

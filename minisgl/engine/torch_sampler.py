@@ -1,4 +1,4 @@
-"""Sampling on a CPU in plain torch.
+"""Sampling on a CPU in plain torch: the reference of the kernels, and what runs without them.
 
 Every step of it works on one row at a time in a fixed order of operations, so the token of a request is, bit for bit,
 the same whatever requests are sampled beside it. Rows are sorted by what they need, so none pays for another's
