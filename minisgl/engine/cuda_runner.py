@@ -16,7 +16,7 @@ from torch import Tensor
 
 from minisgl.core import Batch, BatchResult
 
-from .config import Progress
+from .config import DEVICE_DEFAULTS, Progress
 from .cuda_graph import DecodeGraphs
 from .model_runner import ModelRunner
 from .staging import IN_FLIGHT, Staging, pinned
@@ -43,7 +43,11 @@ class CudaRunner:
     """Owns the stream. Everything that touches the device happens in the thread that calls it."""
 
     def __init__(
-        self, device: torch.device, build: Callable[[], ModelRunner], cuda_graph_max_bs: int, progress: Progress
+        self,
+        device: torch.device,
+        build: Callable[[], ModelRunner],
+        cuda_graph_max_bs: int | None,
+        progress: Progress,
     ) -> None:
         self._device = device
         torch.cuda.set_device(device)
@@ -51,6 +55,8 @@ class CudaRunner:
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             self._runner = build()
             self.info = self._runner.info
+            if cuda_graph_max_bs is None:
+                cuda_graph_max_bs = DEVICE_DEFAULTS["cuda"].cuda_graph_max_bs
             max_bs = min(cuda_graph_max_bs, self.info.max_running_req)
             self._graphs = DecodeGraphs(self._runner, max_bs, progress) if max_bs else None
         table = self._runner.state.page_table

@@ -1,13 +1,17 @@
-"""The engine of one rank: the data plane behind the seam of :mod:`minisgl.core`."""
+"""The engine of one rank: the data plane behind the seam of :mod:`minisgl.core`. Loads torch when one is made."""
 
 from __future__ import annotations
 
+import os
+from typing import TYPE_CHECKING
+
 from minisgl.core import Batch, EngineInfo, InFlight
 
-from .config import DEVICE_DEFAULTS, EngineConfig, Progress
-from .cpu_runner import CpuRunner, physical_cores
-from .cuda_runner import CudaRunner
-from .load import load, pick_device
+from .config import EngineConfig, Progress
+
+if TYPE_CHECKING:
+    from .cpu_runner import CpuRunner
+    from .cuda_runner import CudaRunner
 
 
 class TorchEngine:
@@ -21,13 +25,19 @@ class TorchEngine:
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         told = progress or (lambda what, fraction: None)
+        told("loading torch", None)
+        _limit_spinning()
+        from .load import load, pick_device
+
         device = pick_device(config)
         self._runner: CpuRunner | CudaRunner
         if device.type == "cuda":
-            graphs = config.cuda_graph_max_bs
-            max_bs = DEVICE_DEFAULTS["cuda"].cuda_graph_max_bs if graphs is None else graphs
-            self._runner = CudaRunner(device, lambda: load(config, device, told), max_bs, told)
+            from .cuda_runner import CudaRunner
+
+            self._runner = CudaRunner(device, lambda: load(config, device, told), config.cuda_graph_max_bs, told)
         else:
+            from .cpu_runner import CpuRunner, physical_cores
+
             threads = config.num_threads or max(1, physical_cores() // config.tp_size)
             self._runner = CpuRunner(lambda: load(config, device, told), threads)
         self.info = self._runner.info
@@ -37,3 +47,12 @@ class TorchEngine:
 
     def close(self) -> None:
         self._runner.close()
+
+
+def _limit_spinning() -> None:
+    """Makes an idle OpenMP thread of torch sleep after some 20 microseconds; it would spin for milliseconds.
+
+    Other processes need the core, and so do the threads of our own kernels. The runtime reads this when torch is
+    imported; where that has happened already, nothing changes.
+    """
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
