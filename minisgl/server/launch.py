@@ -23,11 +23,11 @@ from minisgl.tokenizer.worker import run_detokenizer, run_tokenizer
 
 from .args import ServerArgs
 from .http_process import ApiServerConfig, run_api_server
-from .process import HELD_SIGNALS, Failed, Progress, Ready, Reporter, exit_words
+from .process import Failed, Progress, Ready, Reporter, exit_words
 from .progress import StartupProgress
 from .rundir import RunDir
 from .scheduler_process import RankConfig, run_rank
-from .supervisor import Died, Reported, Signalled, Supervisor, Worker
+from .supervisor import Died, Reported, Signalled, Supervisor, Worker, ending_signals
 
 if TYPE_CHECKING:
     import zmq
@@ -58,7 +58,7 @@ def launch(args: ServerArgs, *, rank_entry: RankEntry = run_rank) -> int:
     ``rank_entry`` is what a rank's process runs.
     """
     # Until the supervisor takes over, every signal interrupts whatever is going on.
-    for signum in HELD_SIGNALS:
+    for signum in ending_signals():
         signal.signal(signum, signal.default_int_handler)
     try:
         with contextlib.ExitStack() as stack:

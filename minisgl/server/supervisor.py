@@ -54,6 +54,11 @@ class Signalled:
 Event = Reported | Died | Signalled
 
 
+def ending_signals() -> list[signal.Signals]:
+    """The signals that end a server. SIGHUP is none of them under nohup."""
+    return [s for s in HELD_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
+
+
 class Supervisor:
     """Starts workers and waits for what happens. To be used from the main thread: the parent-death signal of a worker
     is tied to the thread that started it, and only the main thread may set signal handlers.
@@ -64,7 +69,7 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._signal_read, self._signal_write = os.pipe()
         os.set_blocking(self._signal_write, False)
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in HELD_SIGNALS}
+        self._handlers = {s: signal.signal(s, self._on_signal) for s in ending_signals()}
         # Before the first worker and outside of our signal mask, which starting the tracker would undo.
         resource_tracker.ensure_running()
         self.workers: list[Worker] = []

@@ -113,7 +113,7 @@ class ServerProcess:
         self._reader.join(seconds)
         return code
 
-    def ask(self, prompt: str = "hello", max_tokens: int = 8, **body: Any) -> httpx.Response:
+    def ask(self, prompt: str | list[int] = "hello", max_tokens: int = 8, **body: Any) -> httpx.Response:
         body = {"prompt": prompt, "max_tokens": max_tokens, **body}
         return self.http.post(self.url + "/v1/completions", json=body)
 

@@ -241,6 +241,12 @@ def test_error_before_the_stream_has_its_status(api: Api) -> None:
             api.client.chat.completions.create(**CHAT, stream=stream)
 
 
+def test_full_queue(api: Api) -> None:
+    api.backend.script = fail("500 requests wait already.", status=429, type="rate_limit_error", code="queue_full")
+    with pytest.raises(openai.RateLimitError, match="500 requests wait"):
+        api.client.chat.completions.create(**CHAT, stream=True)
+
+
 def test_error_in_mid_stream(api: Api) -> None:
     api.backend.pause = 0.02
     api.backend.script = lambda m: [*say("Hel", "lo", finish=None)(m), *fail("The engine broke.")(m)]

@@ -74,8 +74,7 @@ def test_serves(flags: list[str], tmp_path: Path) -> None:
         assert "scheduler: ready" in server.stderr
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_signal_during_requests(flags: list[str], tmp_path: Path, signum: int) -> None:
+def test_end_during_requests(flags: list[str], tmp_path: Path) -> None:
     """What is short is finished; what is long gets an error when its time is up; nobody prints a traceback."""
     with (
         ServerProcess(*flags, "--num-tokenizer", "1", tmp=tmp_path, **SLOW).wait_ready() as server,
@@ -88,10 +87,7 @@ def test_signal_during_requests(flags: list[str], tmp_path: Path, signum: int) -
         short = pool.submit(server.ask, max_tokens=60)
         time.sleep(0.3)
         start = time.monotonic()
-        if signum == signal.SIGINT:
-            server.interrupt()
-        else:
-            server.terminate()
+        server.terminate()
         time.sleep(0.5)
         with pytest.raises(httpx.ConnectError):
             server.health()
@@ -102,6 +98,20 @@ def test_signal_during_requests(flags: list[str], tmp_path: Path, signum: int) -
         error = json.loads(streamed.result()[-1].removeprefix("data: "))["error"]
         assert error["code"] == "shutting_down"
         assert "Traceback" not in server.stderr
+
+
+def test_nohup(flags: list[str], tmp_path: Path) -> None:
+    """A server that was started to outlive its terminal does."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # inherited, as nohup does it
+    try:
+        detached = ServerProcess(*flags, tmp=tmp_path)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    with detached.wait_ready() as server:
+        os.killpg(server.pid, signal.SIGHUP)
+        assert server.ask().status_code == 200
+        server.terminate()
+        assert server.wait() == 0
 
 
 def test_client_that_does_not_read(flags: list[str], tmp_path: Path) -> None:
@@ -115,8 +125,8 @@ def test_client_that_does_not_read(flags: list[str], tmp_path: Path) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.connect(("127.0.0.1", httpx.URL(server.url).port))
             connection.sendall("\r\n".join(head).encode() + content)
-            time.sleep(2)
-            server.terminate()
+            time.sleep(1)
+            server.interrupt()
             assert server.wait() == 0
         assert "Traceback" not in server.stderr
 
@@ -233,11 +243,11 @@ def test_port_in_use(flags: list[str], tmp_path: Path) -> None:
 
 
 def test_port_is_free_again_at_once(flags: list[str], tmp_path: Path) -> None:
-    """Connections of the last server in TIME_WAIT do not keep the next one off its port."""
+    """After the terminal was closed: connections in TIME_WAIT do not keep the next server off the port."""
     with ServerProcess(*flags, tmp=tmp_path).wait_ready() as server:
         client = httpx.Client()
         client.get(server.url + "/health")
-        server.terminate()  # closes the idle connection from its side, which leaves it in TIME_WAIT
+        os.killpg(server.pid, signal.SIGHUP)  # it closes the idle connection itself, which leaves that in TIME_WAIT
         assert server.wait() == 0
         port = server.url.rpartition(":")[2]
     with ServerProcess(*flags, "--port", port, tmp=tmp_path).wait_ready() as server:
@@ -261,9 +271,13 @@ def test_replies_find_their_api_server(flags: list[str], tmp_path: Path) -> None
     with ServerProcess(*flags, *counts, tmp=tmp_path).wait_ready() as server:
 
         def ask(i: int) -> tuple[str, str]:
-            if i % 7 == 0:
+            if i % 7 == 0:  # refused by the tokenizer
                 response = server.ask("x" * (1100 + i))
                 assert str(1100 + i) in response.json()["error"]["message"]
+                return "", ""
+            if i % 7 == 1:  # refused by the scheduler
+                response = server.ask([300 + i])
+                assert f"Token id {300 + i} is outside" in response.json()["error"]["message"]
                 return "", ""
             # With the model greedy, the answer to a prompt is a function of the prompt.
             prompt = f"prompt {i % 20}"

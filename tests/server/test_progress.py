@@ -1,0 +1,41 @@
+"""What the start shows."""
+
+from __future__ import annotations
+
+import io
+
+from minisgl.server.process import Progress
+from minisgl.server.progress import StartupProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO, enabled: bool = True) -> str:
+    display = StartupProgress(stream, enabled)
+    for i in range(101):
+        display.update("scheduler", Progress("loading weights", i / 100))
+    display.update("tokenizer", Progress("ready"))
+    display.close()
+    return stream.getvalue()
+
+
+def test_plain_lines() -> None:
+    """One for each stage, not one for each percent."""
+    assert show(io.StringIO()) == "scheduler: loading weights 0%\ntokenizer: ready\n"
+
+
+def test_terminal() -> None:
+    """One line, redrawn in place, and gone at the end."""
+    text = show(Terminal())
+    assert "\n" not in text
+    frames = text.split("\r\x1b[K")
+    assert frames[51] == "scheduler: loading weights 50%"
+    assert frames[-2] == "scheduler: loading weights 100%   tokenizer: ready"
+    assert frames[-1] == ""
+
+
+def test_silent() -> None:
+    assert show(Terminal(), enabled=False) == ""
