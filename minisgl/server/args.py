@@ -39,6 +39,7 @@ class ServerArgs:
     max_prefill_length: int | None = None
     cache: CacheName = "radix"
     attn: str = "auto"
+    cuda_graph_max_bs: int | None = None
     num_tokenizer: int = 0
     num_api_server: int = 1
     model_source: ModelSource = "huggingface"
@@ -168,6 +169,7 @@ def _build_parser() -> _Parser:
     add("--max-prefill-length", _integer(1), "N", "new tokens in one step, over all requests (default: by device)")
     choice("--cache", get_args(CacheName), "radix: prefixes are shared; naive: nothing is kept")
     add("--attn", _attention, "NAME", f"attention: auto, {', '.join(BACKENDS)}, or PREFILL,DECODE")
+    add("--cuda-graph-max-bs", _integer(0), "N", "largest batch in a CUDA graph; 0: no graphs (default: 256)")
     group.add_argument("--disable-overlap", action="store_true", help="plan each step only when the last one is done")
     add("--seed", _integer(0, 2**63 - 1), "N", "makes sampling repeatable for requests without a seed of their own")
 

@@ -56,6 +56,7 @@ def engine_config(config: RankConfig) -> EngineConfig:
         max_seq_len=args.max_seq_len_override,
         token_budget=args.max_prefill_length,
         attention=args.attn,
+        cuda_graph_max_bs=args.cuda_graph_max_bs,
     )
 
 
