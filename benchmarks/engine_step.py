@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 
 from minisgl.core import PENDING, Batch, Engine, Sampling, TableUpdate
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import TorchEngine
-from minisgl.engine.load import load, pick_device
-from minisgl.engine.model_runner import ModelRunner
-from minisgl.engine.step_plan import plan_step
 from minisgl.models.source import resolve_model
+
+if TYPE_CHECKING:
+    from minisgl.engine.model_runner import ModelRunner
 
 T = TypeVar("T")
 
@@ -100,6 +99,10 @@ def prefill_rate(engine: Engine, length: int) -> float:
 
 def breakdown(runner: ModelRunner, size: int, context: int, steps: int) -> dict[str, float]:
     """Milliseconds of the parts of a decode step, run one after the other in this thread."""
+    import torch
+
+    from minisgl.engine.step_plan import plan_step
+
     device = runner.state.page_table.device
     width = runner.state.page_table.shape[1]
     parts: dict[str, list[float]] = {}
@@ -150,6 +153,11 @@ def main() -> None:
     print(f"prefill of {args.prefill} tokens: {prefill_rate(engine, args.prefill):.0f} tok/s")
     decode = {size: decode_ms(engine, size, args.context, args.steps) for size in args.batch}
     engine.close()
+
+    # Only now: the engine sets torch up before it is imported.
+    import torch
+
+    from minisgl.engine.load import load, pick_device
 
     device = pick_device(config)
     if device.type == "cpu" and args.threads is not None:

@@ -50,7 +50,9 @@ class CpuRunner:
 
     def close(self) -> None:
         self._pool.shutdown()
-        self._runner.comm.close()
+        comm = self._runner.comm
+        del self._runner  # and with it the model
+        comm.close()
 
 
 def _in_worker(build: Callable[[], ModelRunner], num_threads: int) -> ModelRunner:

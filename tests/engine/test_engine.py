@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import gc
 import logging
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +224,18 @@ def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:
     engine = tiny_engine(tmp_path, load_format="dummy")
     assert len(alone(engine, PROMPT, SAMPLED, 5)) == 5
     engine.close()
+
+
+def test_closing_frees_the_model_and_another_engine_can_be_made(engine: TorchEngine, tiny_model: Path) -> None:
+    expected = alone(engine, PROMPT, SAMPLED, 3)
+    for _ in range(2):
+        other = tiny_engine(tiny_model)
+        assert alone(other, PROMPT, SAMPLED, 3) == expected
+        model, kv = weakref.ref(other._runner._runner.model), weakref.ref(other._runner._runner.state.kv)
+        other.close()
+        gc.collect()
+        assert model() is None
+        assert kv() is None
 
 
 def test_results_are_the_callers_own(engine: TorchEngine) -> None:
