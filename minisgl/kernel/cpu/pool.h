@@ -49,7 +49,7 @@ class Pool {
     typedef std::chrono::steady_clock Clock;
     // A helper stays awake from one loop of a step to the next. The caller waits for a helper's last chunk; if that takes
     // longer than a chunk does, the helper has lost its core, and may have the caller's.
-    static constexpr auto WAKEFUL = std::chrono::microseconds(300), PATIENCE = std::chrono::microseconds(50);
+    static constexpr auto WAKEFUL = std::chrono::microseconds(100), PATIENCE = std::chrono::microseconds(50);
     static constexpr int64_t COUNT = 0xffffffff;
 
     // How many threads may take part << 32 | chunks that nobody has claimed. While any are left, the loop below is valid.
