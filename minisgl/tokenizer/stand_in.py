@@ -13,7 +13,7 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.con
 
 
 def write_stand_in(config: Path, target: Path) -> None:
-    """Writes tokenizer.json and a chat template to ``target``: a token per byte, and a made-up word for every other id."""
+    """Writes tokenizer.json and a chat template to ``target``: a token per byte, a made-up word for every other id."""
     size = json.loads(config.read_text(encoding="utf-8")).get("vocab_size")
     if not isinstance(size, int):
         raise TokenizerError(f"{config} has no vocab_size, so not even bytes can stand in for the missing tokenizer.")

@@ -24,7 +24,8 @@ def test_all_flags() -> None:
     words = """--model m --dtype bfloat16 --device cpu --host ::1 --port 0 --tp 2 --num-pages 10 --page-size 1
         --memory-ratio 0.5 --max-running-req 3 --max-seq-len-override 4 --max-prefill-length 5 --cache naive
         --attn fi,triton --cuda-graph-max-bs 16 --num-tokenizer 6 --num-api-server 7 --model-source modelscope
-        --load-format dummy --served-model-name s --disable-overlap --seed 8 --silent-output --log-level debug --shell"""
+        --load-format dummy --served-model-name s --disable-overlap --seed 8 --silent-output
+        --log-level debug --shell"""
     args = parse_args(words.split())
     assert args == ServerArgs(
         model="m",

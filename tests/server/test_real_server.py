@@ -57,7 +57,7 @@ def test_default_model(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("default_model")
 def test_broken_model(tmp_path: Path) -> None:
     """A worker that cannot load says why in one sentence, and nothing is left."""
-    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"], "vocab_size": 300}')
     result = subprocess.run(
         [sys.executable, "-m", "minisgl", "--model", str(tmp_path), "--port", "0", "--silent-output"],
         cwd=ROOT,
@@ -68,4 +68,8 @@ def test_broken_model(tmp_path: Path) -> None:
     )
     assert result.returncode == 1
     assert result.stdout == ""
-    assert result.stderr.count("\n") == 1, result.stderr
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("minisgl: scheduler: ")
+    assert "NoSuchModel" in last
+    assert "LlamaForCausalLM" in last, "it names what is supported"
+    assert "Traceback" not in result.stderr
