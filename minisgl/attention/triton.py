@@ -2,6 +2,8 @@
 
     requests with one new token      norm, rope, store and attention in one kernel
     the others, behind them          norm, rope and store in one kernel, attention in the next
+
+Lengths are read on the device, so what is launched for one-token steps depends on the number of requests alone.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class _Plan:
 
 
 class TritonAttention(AttentionBackend):
-    """Lengths are read on the device, so what is launched for one-token steps depends on B alone."""
+    """bf16, fp16 or fp32, on the GPU (or in Triton's interpreter)."""
 
     def __init__(self, config: BackendConfig, ops: Ops) -> None:
         super().__init__(config, ops)

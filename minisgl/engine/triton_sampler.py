@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
 from minisgl.kernel.triton.sampling import sample
@@ -16,7 +15,7 @@ class TritonSampler(Sampler):
     """Logits of any floating-point type."""
 
     def pick(self, logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        ids, failed = sample(
+        return sample(
             logits,
             tensors["temperature"],
             tensors["top_k"],
@@ -24,4 +23,3 @@ class TritonSampler(Sampler):
             tensors["min_p"],
             tensors["uniform"],
         )
-        return torch.where(failed, -1, ids).int()

@@ -274,7 +274,6 @@ def _pick_kernel(
     collected_ptr,
     counter_ptr,
     ids_ptr,
-    failed_ptr,
     V: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -348,8 +347,7 @@ def _pick_kernel(
         inner = tl.min(tl.where((ends > target.to(tl.float32)) & some, lane, BLOCK), axis=0)
         inner = tl.where(inner < BLOCK, inner, tl.max(tl.where(some, lane, 0), axis=0))
         picked = found * BLOCK + inner
-    tl.store(ids_ptr + row, picked.to(tl.int64))
-    tl.store(failed_ptr + row, failed.to(tl.int8))
+    tl.store(ids_ptr + row, tl.where(failed, -1, picked))
 
 
 def sample(
@@ -361,8 +359,8 @@ def sample(
     uniform: torch.Tensor,
     *,
     pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids (S) int64 of ``logits`` (S, V), and which rows failed (S) bool because their logits are not finite.
+) -> torch.Tensor:
+    """Token ids (S) int32 of ``logits`` (S, V), -1 for a row that fails because its logits are not finite.
 
     Parameters are those of :class:`minisgl.core.Sampling`, each (S) on the device: fp32, but ``top_k`` int32 or int64.
     Temperature 0 and top_k 1 are greedy, the lowest id of equal logits. The token of a sampled row is the inverse of
@@ -370,10 +368,9 @@ def sample(
     """
     rows, vocab = logits.shape
     device = logits.device
-    ids = torch.empty(rows, dtype=torch.int64, device=device)
-    failed = torch.empty(rows, dtype=torch.int8, device=device)
+    ids = torch.empty(rows, dtype=torch.int32, device=device)
     if rows == 0:
-        return ids, failed.view(torch.bool)
+        return ids
     chunks = triton.cdiv(vocab, CHUNK)
     top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=device)
     argmax = torch.empty((rows, chunks), dtype=torch.int32, device=device)
@@ -410,11 +407,10 @@ def sample(
         collected,
         counter,
         ids,
-        failed,
         **shape,
         BLOCK_CHUNKS=power_of_2(chunks),
         COLLECT=COLLECT,
         num_warps=16,
         pdl=pdl,
     )
-    return ids, failed.view(torch.bool)
+    return ids

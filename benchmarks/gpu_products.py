@@ -1,0 +1,273 @@
+"""The benchmarks of :mod:`gpu_kernels` that multiply with weights."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from gpu_report import BF16, COLD_BYTES, DEVICE, MODELS, Model, Report, capture, error, ints, measure, randn
+
+from minisgl.kernel.triton.activation import silu_and_mul
+from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
+from minisgl.kernel.triton.grouped_gemm import GroupedConfig, combine, grouped_config, grouped_gemm
+from minisgl.kernel.triton.linear import LinearConfig, fused_linear, fused_linear_reference, linear_config
+from minisgl.kernel.triton.moe_routing import route
+from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
+from minisgl.layers.ops import Ops
+
+# Linear layers of few rows
+
+TUNED_ROWS = (1, 16, 32, 64)  # one for each way of padding
+
+
+def linear_shapes(model: Model) -> dict[str, tuple[int, int, dict[str, str]]]:
+    """Rows of the weight, inputs, and what is fused."""
+    return {
+        "qkv": (model.qkv, model.hidden, {"norm": ""}),
+        "o": (model.hidden, model.heads * model.head_dim, {"residual": ""}),
+        "gate_up": (2 * model.inner, model.hidden, {"norm": "", "epilogue": "silu_and_mul"}),
+        "down": (model.hidden, model.inner, {"residual": ""}),
+        "head": (model.vocab, model.hidden, {"norm": ""}),
+    }
+
+
+def linear(report: Report) -> None:
+    for name, counts in (("qwen3-0.6b", (1, 2, 8, 16, 32, 64)), ("qwen3-14b", (1, 16))):
+        for part, (outputs, inputs, fused) in linear_shapes(MODELS[name]).items():
+            for rows in counts:
+                _linear(report, f"linear {name} {part}, {rows} rows", rows, outputs, inputs, fused)
+
+
+def _linear(report: Report, label: str, rows: int, outputs: int, inputs: int, fused: dict[str, str]) -> None:
+    nbytes = outputs * inputs * 2
+    weights = [randn(outputs, inputs) / inputs**0.5 for _ in range(max(1, -(-COLD_BYTES // nbytes)))]
+    gated = "epilogue" in fused
+    x = randn(rows, inputs)
+    arguments: dict[str, Any] = {
+        "norm": 1 + randn(inputs) / 8 if "norm" in fused else None,
+        "residual": randn(rows, outputs) if "residual" in fused else None,
+        "epilogue": fused.get("epilogue", "none"),
+        "eps": 1e-6,
+    }
+
+    def calls(config: LinearConfig | None, pdl: bool = False) -> list[Callable[[], object]]:
+        def one(weight: torch.Tensor) -> Callable[[], object]:
+            return lambda: fused_linear(x, weight, config=config, pdl=pdl, **arguments)
+
+        return [one(weight) for weight in weights]
+
+    def product(weight: torch.Tensor) -> Callable[[], object]:
+        return lambda: F.linear(x, weight)
+
+    def separate(weight: torch.Tensor) -> Callable[[], object]:
+        def run() -> torch.Tensor:
+            inner = rms_norm(x, arguments["norm"], 1e-6) if arguments["norm"] is not None else x
+            out = F.linear(inner, weight)
+            if gated:
+                return silu_and_mul(out)
+            return out if arguments["residual"] is None else out + arguments["residual"]
+
+        return run
+
+    wide = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    wrong = error(calls(None)[0](), fused_linear_reference(x.float(), weights[0].float(), **wide))  # type: ignore[arg-type]
+    plain = measure([separate(weight) for weight in weights])
+    alone = measure([product(weight) for weight in weights])
+    note = f"separate {plain * 1e6:.2f} us, F.linear alone {alone * 1e6:.2f} us"
+    report.row(label, measure(calls(None)), wrong, nbytes, note=note)
+    report.row("  with dependent launch", measure(calls(None, pdl=True)), wrong, nbytes)
+    if rows not in TUNED_ROWS:
+        return
+    sides = 2 if gated else 1
+    if rows == 1:
+        sizes = itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1,))
+        options = [LinearConfig(*size) for size in sizes if 2048 <= size[0] * size[1] * sides <= 8192]
+    else:
+        sizes = itertools.product((16, 32), (128, 256, 512, 1024), (4, 8))
+        options = [
+            LinearConfig(n, k, warps)
+            for n, k, warps in sizes
+            if 4096 <= k * n * sides <= 32768 and k * rows <= 16384 and k >= 32 * warps
+        ]
+    start = linear_config(rows, outputs // sides, inputs, gated, 2)
+    report.tuned([start, *options], lambda config: measure(calls(config, pdl=True)), nbytes)
+
+
+# Experts
+
+NUM_EXPERTS, HIDDEN, INNER, TOP_K = 128, 2048, 768, 8  # Qwen3-30B-A3B
+Matrices = tuple[torch.Tensor, torch.Tensor]
+
+
+def experts(report: Report) -> None:
+    sets = [
+        (randn(NUM_EXPERTS, 2 * INNER, HIDDEN) / HIDDEN**0.5, randn(NUM_EXPERTS, HIDDEN, INNER) / INNER**0.5)
+        for _ in range(2)
+    ]
+    for tokens in (1, 4, 16, 64, 256, 1024, 8192):
+        _experts(report, tokens, sets)
+
+
+def _experts(report: Report, tokens: int, sets: list[Matrices]) -> None:
+    x, logits = randn(tokens, HIDDEN), randn(tokens, NUM_EXPERTS, dtype=torch.float32)
+    counts = torch.zeros(NUM_EXPERTS, dtype=torch.int32, device=DEVICE)
+    pairs = tokens * TOP_K
+
+    def layer(gate_up: torch.Tensor, down: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def run() -> torch.Tensor:
+            weights, members = route(logits, TOP_K, True, counts, BF16)
+            middle = grouped_gemm(x, gate_up, members, counts, pairs, gated=True)
+            return combine(grouped_gemm(middle, down, members, counts, pairs, gated=False), weights, counts)
+
+        return run
+
+    weights, chosen = logits.softmax(-1).topk(TOP_K)
+    weights /= weights.sum(-1, keepdim=True)
+    expected = torch.zeros(HIDDEN, device=DEVICE)
+    for weight, expert in zip(weights[-1], chosen[-1].tolist(), strict=True):
+        gate_up, down = (part[expert].float() for part in sets[0])
+        expected += weight * (down @ Ops().silu_and_mul((gate_up @ x[-1].float())[None])[0])
+    wrong = error(layer(*sets[0])()[-1], expected)
+    used = len(chosen.unique())
+    nbytes, flops = 3 * used * HIDDEN * INNER * 2, 2 * 3 * pairs * HIDDEN * INNER
+    label = f"experts {tokens} tokens ({used} used)"
+    report.row(label, measure([layer(*matrices) for matrices in sets]), wrong, nbytes, flops)
+
+    # The two products by themselves. Nothing sets the counts back in between.
+    _, members = route(logits, TOP_K, True, counts, BF16)
+    middle = grouped_gemm(x, sets[0][0], members, counts, pairs, gated=True)
+    for gated, source, index, share in ((True, x, 0, 2 / 3), (False, middle, 1, 1 / 3)):
+        run = _Product(source, [matrices[index] for matrices in sets], members, counts, pairs, gated)
+        name = "  gate and up" if gated else "  down"
+        report.row(name, run.seconds(None), wrong, nbytes * share, flops * share)
+        report.tuned(run.options(), run.seconds, nbytes * share, flops * share)
+
+
+@dataclass
+class _Product:
+    """One grouped product on several sets of weights."""
+
+    x: torch.Tensor
+    weights: list[torch.Tensor]
+    members: torch.Tensor
+    counts: torch.Tensor
+    pairs: int
+    gated: bool
+
+    def seconds(self, config: GroupedConfig | None) -> float:
+        return measure([self._call(weight, config) for weight in self.weights])
+
+    def _call(self, weight: torch.Tensor, config: GroupedConfig | None) -> Callable[[], object]:
+        arguments = (self.x, weight, self.members, self.counts, self.pairs)
+        return lambda: grouped_gemm(*arguments, gated=self.gated, config=config)
+
+    def options(self) -> list[GroupedConfig]:
+        outputs, inputs = (INNER, HIDDEN) if self.gated else (HIDDEN, INNER)
+        few = self.pairs / NUM_EXPERTS <= 32
+        sides = 2 if self.gated else 1
+        found = [grouped_config(self.pairs, NUM_EXPERTS, outputs, inputs, self.gated, 2)]
+        for (m, warps), n, k, stages in itertools.product(
+            ((16, 4), (32, 4), (64, 4), (128, 4), (128, 8)), (16, 32, 64, 128), (64, 128, 256), (3, 4, 5)
+        ):
+            fits = (m + n * sides) * k * 2 * (stages - 1) <= 200_000 and m * n * sides / warps <= 4096
+            if fits and (m <= 32) == few and (few or (n >= 64 and k == 64)):
+                found.append(GroupedConfig(m, n, k, warps, stages))
+        return found
+
+
+# A whole model of small kernels
+
+
+def chain(report: Report) -> None:
+    """One decode step of Qwen3-0.6B, layer after layer in one graph, without embedding and sampling."""
+    model = MODELS["qwen3-0.6b"]
+    shapes = linear_shapes(model)
+    layers = [
+        {part: randn(n, k) / k**0.5 for part, (n, k, _) in shapes.items() if part != "head"}
+        for _ in range(model.layers)
+    ]
+    head = randn(model.vocab, model.hidden) / model.hidden**0.5
+    for batch in (1, 2, 4, 8, 16, 32, 64):
+        step = _Step(model, layers, head, batch, context=1000)
+        expected = step.separate()
+        for label, run in (
+            ("separate kernels", step.separate),
+            ("fused", step.fused),
+            ("fused, dependent launches", step.overlapped),
+        ):
+            report.row(f"step of {batch}: {label}", measure([run]), error(run(), expected), step.nbytes)
+        replay, out = capture(step.overlapped)
+        expected = step.fused()
+        same = 0
+        for _ in range(100):
+            out.fill_(float("nan"))
+            replay()
+            same += torch.equal(out, expected)
+        print(f"    dependent launches give the same bits in {same} of 100 replays", flush=True)
+
+
+class _Step:
+    """``batch`` requests with ``context`` tokens each, the last of them new."""
+
+    def __init__(
+        self, model: Model, layers: list[dict[str, torch.Tensor]], head: torch.Tensor, batch: int, context: int
+    ) -> None:
+        self.model, self.layers, self.head = model, layers, head
+        self.norm = 1 + randn(model.hidden) / 8
+        self.x = randn(batch, model.hidden)
+        page = 16
+        width = -(-context // page)
+        self.pools = randn(2, model.layers, batch * width, page, model.kv_heads, model.head_dim)
+        self.table = torch.randperm(batch * width, device=DEVICE).int().view(batch, width)
+        self.rows, self.seq_lens = ints(range(batch)), ints([context] * batch)
+        last = context - 1
+        self.slots = self.table[:, last // page].long() * page + last % page
+        self.spec = model.spec()
+        self.workspace = DecodeWorkspace(batch, model.heads, model.kv_heads, model.head_dim, BF16, DEVICE)
+        self.workspace.plan(None, self.seq_lens)
+        cache = batch * context * model.layers * 2 * model.kv_heads * model.head_dim * 2
+        self.nbytes = sum(weight.nbytes for layer in layers for weight in layer.values()) + head.nbytes + cache
+
+    def attend(self, qkv: torch.Tensor, layer: int, pdl: bool) -> torch.Tensor:
+        out = torch.empty(qkv.shape[0], self.model.heads * self.model.head_dim, dtype=BF16, device=DEVICE)
+        decode_attention(
+            FusedQKV(qkv, self.slots),
+            self.pools[0, layer],
+            self.pools[1, layer],
+            self.table,
+            self.rows,
+            self.seq_lens,
+            self.spec,
+            self.workspace,
+            out,
+            pdl=pdl,
+        )
+        return out
+
+    def fused(self, pdl: bool = False) -> torch.Tensor:
+        stream = self.x.clone()
+        before: dict[str, Any] = {"norm": self.norm, "eps": 1e-6, "pdl": pdl}
+        after: dict[str, Any] = {"residual": stream, "out": stream, "pdl": pdl}
+        for index, layer in enumerate(self.layers):
+            seen = self.attend(fused_linear(stream, layer["qkv"], **before), index, pdl)
+            fused_linear(seen, layer["o"], **after)
+            middle = fused_linear(stream, layer["gate_up"], epilogue="silu_and_mul", **before)
+            fused_linear(middle, layer["down"], **after)
+        return fused_linear(stream, self.head, **before)
+
+    def overlapped(self) -> torch.Tensor:
+        return self.fused(pdl=True)
+
+    def separate(self) -> torch.Tensor:
+        stream = self.x.clone()
+        x = rms_norm(stream, self.norm, 1e-6)
+        for index, layer in enumerate(self.layers):
+            seen = self.attend(F.linear(x, layer["qkv"]), index, False)
+            x, stream = add_rms_norm(F.linear(seen, layer["o"]), stream, self.norm, 1e-6)
+            middle = silu_and_mul(F.linear(x, layer["gate_up"]))
+            x, stream = add_rms_norm(F.linear(middle, layer["down"]), stream, self.norm, 1e-6)
+        return F.linear(x, self.head)
