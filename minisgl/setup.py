@@ -1,4 +1,4 @@
-"""`python -m minisgl.setup`: fetches the default model and compiles the CPU kernels, so that the first start is quick."""
+"""`python -m minisgl.setup`: fetches the default model and compiles the CPU kernels, for a quick first start."""
 
 from __future__ import annotations
 
