@@ -60,6 +60,13 @@ def test_lookup_returns_the_rows_that_were_packed(kernels):
     assert torch.equal(kernels.pack(matrix).lookup(ids), matrix[ids])
 
 
+def test_an_id_that_is_no_row_gets_nan_alone(kernels):
+    matrix = torch.randn(77, 50)
+    out = kernels.pack(matrix).lookup(torch.tensor([-1, 76, 77, 2**31 - 1, 5], dtype=torch.int32))
+    assert out.isnan().all(dim=1).tolist() == [True, False, True, True, False]
+    assert torch.equal(out[[1, 4]], matrix[[76, 5]])
+
+
 def test_pack_reads_a_strided_matrix(kernels):
     wide = torch.randn(20, 64)
     x = torch.randn(3, 30)

@@ -1,8 +1,8 @@
 """Kernels for CPUs in C++: fp32, bitwise independent of batch, chunking and thread count.
 
 kernels = load()                            # None without a compiler: the plain torch path serves, slower
-weight = kernels.pack(linear.weight)        # once, after loading
-y = kernels.linear(x, weight, bias)         # (M, K) -> (M, N)
+weight = kernels.pack(matrix, bias)         # once, after loading; then drop the matrix
+y = weight.matmul(x)                        # (M, K) -> (M, N)
 """
 
 from __future__ import annotations

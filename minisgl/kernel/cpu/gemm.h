@@ -140,10 +140,16 @@ static void pack(const float* weight, int64_t ldw, float* panels, int64_t N, int
     });
 }
 
-// out (count, K) = rows `ids` of the matrix in panels
-static void lookup(const float* panels, const int32_t* ids, float* out, int64_t count, int64_t K, int64_t threads) {
+// out (count, K) = rows `ids` of the matrix in panels, NaN for what is no row of it.
+static void lookup(const float* panels, const int32_t* ids, float* out, int64_t count, int64_t N, int64_t K,
+                   int64_t threads) {
     pool().run(count, threads, [&](int64_t i) {
-        const float* column = panels + ids[i] / NR * K * NR + ids[i] % NR;
+        int64_t id = ids[i];
+        if (id < 0 || id >= N) {
+            std::fill_n(out + i * K, K, NAN);
+            return;
+        }
+        const float* column = panels + id / NR * NR * K + id % NR;
         for (int64_t k = 0; k < K; k++) out[i * K + k] = column[k * NR];
     });
 }

@@ -17,8 +17,9 @@ EXPORT void minisgl_gemm(const float* x, int64_t ldx, const float* panels, const
     gemm(x, ldx, panels, bias, out, ldo, M, N, K, threads);
 }
 
-EXPORT void minisgl_lookup(const float* panels, const int32_t* ids, float* out, int64_t count, int64_t K, int64_t threads) {
-    lookup(panels, ids, out, count, K, threads);
+EXPORT void minisgl_lookup(const float* panels, const int32_t* ids, float* out, int64_t count, int64_t N, int64_t K,
+                           int64_t threads) {
+    lookup(panels, ids, out, count, N, K, threads);
 }
 
 EXPORT void minisgl_rms_norm(float* x, const float* added, const float* weight, float eps, float* out, int64_t rows,
@@ -33,8 +34,8 @@ EXPORT void minisgl_silu_and_mul(const float* x, float* out, int64_t rows, int64
 EXPORT void minisgl_rope_store(float* qkv, int64_t tokens, int64_t heads, int64_t kv_heads, int64_t dim,
                                const float* q_norm, const float* k_norm, float eps, const float* cos_sin, int64_t rotary,
                                const int32_t* positions, const int64_t* slots, float* keys, float* values, int64_t threads) {
-    RopeStore{qkv, heads, kv_heads, dim, q_norm, k_norm, eps, cos_sin, rotary, positions, slots, keys, values}.run(tokens,
-                                                                                                                   threads);
+    RopeStore rope{qkv, heads, kv_heads, dim, q_norm, k_norm, eps, cos_sin, rotary, positions, slots, keys, values};
+    rope.run(tokens, threads);
 }
 
 EXPORT void minisgl_attention(const float* q, int64_t token_stride, int64_t head_stride, const float* keys,
@@ -42,9 +43,9 @@ EXPORT void minisgl_attention(const float* q, int64_t token_stride, int64_t head
                               int64_t window, const int32_t* table, int64_t table_stride, int64_t page_size,
                               const int32_t* rows, const int32_t* cached, const int32_t* cu_new, int64_t requests,
                               int64_t threads) {
-    Attention{q,      token_stride, head_stride,  keys,      values, out,    heads,  kv_heads, dim,
-              scale,  window,       table,        table_stride, page_size, rows,   cached, cu_new, requests}
-        .run(threads);
+    Attention attention{q,      token_stride, head_stride, keys,         values,    out,  heads,  kv_heads, dim,
+                        scale,  window,       table,       table_stride, page_size, rows, cached, cu_new,   requests};
+    attention.run(threads);
 }
 
 EXPORT void minisgl_sample(const float* logits, const float* temperature, const int32_t* top_k, const float* top_p,

@@ -10,7 +10,7 @@ import torch
 _SIGNATURES = {
     "pack": "pipiii",
     "gemm": "pipppiiiii",
-    "lookup": "pppiii",
+    "lookup": "pppiiii",
     "rms_norm": "pppfpiii",
     "silu_and_mul": "ppiii",
     "rope_store": "piiiippfpippppi",
@@ -33,7 +33,6 @@ class CpuKernels:
         for name, types in _SIGNATURES.items():
             function = getattr(self._library, f"minisgl_{name}")
             function.argtypes, function.restype = [_TYPES[t] for t in types], None
-        self.gemm = self._library.minisgl_gemm
         self._rms_norm = self._library.minisgl_rms_norm
         self._silu_and_mul = self._library.minisgl_silu_and_mul
         self._rope_store = self._library.minisgl_rope_store
@@ -46,15 +45,7 @@ class CpuKernels:
         panels = torch.empty(-(-rows // width) * width * cols)
         threads = torch.get_num_threads()
         self._library.minisgl_pack(_floats(matrix), matrix.stride(0), panels.data_ptr(), rows, cols, threads)
-        return PackedWeight(self, panels, rows, cols, bias)
-
-    def lookup(self, panels: torch.Tensor, cols: int, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``ids`` (M) int32 of a packed matrix: (M, cols). See :meth:`PackedWeight.lookup`."""
-        out = torch.empty(ids.shape[0], cols)
-        self._library.minisgl_lookup(
-            panels.data_ptr(), _whole(ids, torch.int32), out.data_ptr(), *out.shape, torch.get_num_threads()
-        )
-        return out
+        return PackedWeight(self._library, panels, rows, cols, bias)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """RMS norm over the last dimension of ``x`` (..., N), times ``weight`` (N)."""
@@ -203,17 +194,15 @@ class PackedWeight:
     """A matrix (rows, cols) in the kernels' panel format (gemm.h), with a bias (rows) or without."""
 
     def __init__(
-        self, kernels: CpuKernels, panels: torch.Tensor, rows: int, cols: int, bias: torch.Tensor | None
+        self, library: ctypes.CDLL, panels: torch.Tensor, rows: int, cols: int, bias: torch.Tensor | None
     ) -> None:
         self.rows = rows
         self.cols = cols
-        self._kernels = kernels
-        self._panels = panels
-        self._bias = None if bias is None else bias.detach()
-        # What the product passes on every call.
-        self._gemm = kernels.gemm
+        self._tensors = panels, bias  # Kept alive for their addresses.
         self._address = panels.data_ptr()
         self._bias_address = None if bias is None else _whole(bias)
+        self._gemm = library.minisgl_gemm
+        self._lookup = library.minisgl_lookup
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
         """``x @ matrix.T + bias`` for ``x`` (M, cols), whose rows may be strided: (M, rows)."""
@@ -237,8 +226,18 @@ class PackedWeight:
         return out
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows ``ids`` (M) int32 of the matrix, each in 0 .. rows - 1: (M, cols)."""
-        return self._kernels.lookup(self._panels, self.cols, ids)
+        """Rows ``ids`` (M) int32 of the matrix: (M, cols). An id that is no row gets NaN, so it fails alone."""
+        out = torch.empty(ids.shape[0], self.cols)
+        self._lookup(
+            self._address,
+            _whole(ids, torch.int32),
+            out.data_ptr(),
+            ids.shape[0],
+            self.rows,
+            self.cols,
+            torch.get_num_threads(),
+        )
+        return out
 
 
 def _floats(x: torch.Tensor) -> int:
