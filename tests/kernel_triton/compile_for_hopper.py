@@ -20,6 +20,7 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
 from minisgl.kernel.triton.grouped_gemm import combine, grouped_gemm
+from minisgl.kernel.triton.launch import Launcher
 from minisgl.kernel.triton.linear import fused_linear
 from minisgl.kernel.triton.moe_routing import assign, route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
@@ -162,7 +163,22 @@ for name, function in (("decode", decode), ("prefill", prefill)):
     CASES[f"{name}-gemma-fp32"] = partial(function, GEMMA, FP32)
 
 
+FLOATS = {"eps", "scale"}  # Triton never specialises on the value of a float
+
+
+def check_launchers() -> None:
+    """Every number that is not a constant must be one that Triton does not specialise on, or Launcher is wrong."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("minisgl.kernel.triton.")]
+    launchers = [thing for module in modules for thing in vars(module).values() if isinstance(thing, Launcher)]
+    assert len(launchers) > 10
+    for launcher in launchers:
+        for param in launcher._kernel.params:
+            free = param.is_constexpr or param.name.endswith("_ptr") or param.name in FLOATS or param.do_not_specialize
+            assert free, f"{launcher._kernel.__name__}: {param.name}"
+
+
 def main() -> None:
+    check_launchers()
     driver: OfflineDriver = install()
     names = sys.argv[1:] or list(CASES)
     for name in names:

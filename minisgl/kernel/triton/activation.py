@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, wait_for_previous
+from .launch import Launcher, wait_for_previous
 
 
 @triton.jit
@@ -17,15 +17,20 @@ def silu_mul(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def _silu_and_mul_kernel(x_ptr, out_ptr, x_stride, N, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_and_mul_kernel(
+    x_ptr, out_ptr, X_STRIDE: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = cols < N
     wait_for_previous(PDL)
-    gate = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0)
-    up = tl.load(x_ptr + row * x_stride + N + cols, mask=mask, other=0.0)
+    gate = tl.load(x_ptr + row * X_STRIDE + cols, mask=mask, other=0.0)
+    up = tl.load(x_ptr + row * X_STRIDE + N + cols, mask=mask, other=0.0)
     out = silu_mul(gate.to(tl.float32), up.to(tl.float32), gate.dtype)
     tl.store(out_ptr + row * N + cols, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_launch_silu_and_mul = Launcher(_silu_and_mul_kernel)
 
 
 def silu_and_mul(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
@@ -35,5 +40,5 @@ def silu_and_mul(x: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:
     if rows:
         block = 1024
         grid = (rows, triton.cdiv(size, block))
-        launch(_silu_and_mul_kernel, grid, x, out, x.stride(0), size, BLOCK=block, num_warps=4, pdl=pdl)
+        _launch_silu_and_mul(grid, x, out, X_STRIDE=x.stride(0), N=size, BLOCK=block, num_warps=4, pdl=pdl)
     return out

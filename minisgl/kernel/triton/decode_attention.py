@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .decode_plan import Cut, plan_decode, plan_size, window_start
-from .launch import launch, num_sms, offset_type, power_of_2, wait_for_previous
+from .launch import Launcher, num_sms, offset_type, power_of_2, wait_for_previous
 from .rope import norm_rope
 
 if TYPE_CHECKING:
@@ -104,16 +104,14 @@ def _merge_parts(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests"],
+    do_not_specialize=["num_requests", "num_programs", "num_slots"],
     do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "slots_ptr"],
 )
 def _decode_kernel(
     q_ptr,  # FUSED: qkv (B, (Hq + 2 Hkv) * D), else q (B, Hq, D)
-    q_stride,
     k_pool_ptr,
     v_pool_ptr,
     table_ptr,
-    table_stride,
     rows_ptr,
     seq_lens_ptr,
     slots_ptr,
@@ -130,6 +128,8 @@ def _decode_kernel(
     num_programs,
     num_slots,
     scale,
+    Q_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_POW2: tl.constexpr,
@@ -178,7 +178,7 @@ def _decode_kernel(
         head_mask = g[:, None] < GROUP
         if FUSED:
             angles = cos_sin_ptr + (length - 1) * ROTARY_DIM
-            qkv = q_ptr + request.to(tl.int64) * q_stride
+            qkv = q_ptr + request.to(tl.int64) * Q_STRIDE
             q = norm_rope(
                 qkv + (kv_head * GROUP + g[:, None]) * HEAD_DIM,
                 head_mask,
@@ -209,13 +209,13 @@ def _decode_kernel(
                 tl.store(v_pool_ptr + new + d, v_new, mask=in_head)
                 tl.debug_barrier()
         else:
-            query = request.to(tl.int64) * q_stride + (kv_head * GROUP + g[:, None]) * HEAD_DIM
+            query = request.to(tl.int64) * Q_STRIDE + (kv_head * GROUP + g[:, None]) * HEAD_DIM
             q = tl.load(q_ptr + query + d[None, :], mask=head_mask & in_head[None, :], other=0.0)
 
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
         weight_sum = tl.zeros((BLOCK_G,), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        table = table_ptr + row.to(tl.int64) * table_stride
+        table = table_ptr + row.to(tl.int64) * TABLE_STRIDE
         # Where a tile lies is looked up one tile ahead, so that its loads never wait for an address.
         slot = page_slots(table, low, high, PAGE, TILE)
         for tile in range(low, high, TILE):
@@ -287,6 +287,9 @@ def _decode_kernel(
         unit = stop
         if stop == end:
             request += 1
+
+
+_launch_decode = Launcher(_decode_kernel)
 
 
 class DecodeWorkspace:
@@ -369,15 +372,12 @@ def decode_attention(
     group = spec.num_heads // spec.num_kv_heads
     block_d = power_of_2(spec.head_dim)
     group_pow2 = power_of_2(group)
-    launch(
-        _decode_kernel,
+    _launch_decode(
         (spec.num_kv_heads, workspace.num_programs),
         source,
-        source.stride(0),
         k_pool,
         v_pool,
         page_table,
-        page_table.stride(0),
         rows,
         seq_lens,
         fused.slots if fused else None,
@@ -394,6 +394,8 @@ def decode_attention(
         workspace.num_programs,
         workspace.num_slots,
         spec.scale * LOG2_E,
+        Q_STRIDE=source.stride(0),
+        TABLE_STRIDE=page_table.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=group,
         GROUP_POW2=group_pow2,

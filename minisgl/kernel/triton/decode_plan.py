@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 HEADER = 2
 """A plan begins with the number of units and of programs that have work, then comes the first unit of each request
@@ -47,7 +47,7 @@ def window_start(length, WINDOW: tl.constexpr):
     return length * 0
 
 
-@triton.jit(do_not_specialize=["num_requests"], do_not_specialize_on_alignment=["seq_lens_ptr"])
+@triton.jit(do_not_specialize=["num_requests", "num_programs"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def _plan_kernel(
     plan_ptr,
     seq_lens_ptr,
@@ -81,6 +81,9 @@ def _plan_kernel(
         tl.store(first_ptr + program, done, mask=program < num_programs)
 
 
+_launch_plan = Launcher(_plan_kernel)
+
+
 def plan_size(num_requests: int, num_programs: int) -> int:
     """int32 elements of a plan."""
     return HEADER + 1 + num_requests + num_programs
@@ -97,8 +100,7 @@ def plan_decode(
 ) -> None:
     """Fills ``plan`` (:func:`plan_size`, int32) for B requests, at most ``max_requests``, of ``seq_lens`` (B) int32."""
     size = seq_lens.shape[0]
-    launch(
-        _plan_kernel,
+    _launch_plan(
         (1,),
         plan,
         seq_lens,

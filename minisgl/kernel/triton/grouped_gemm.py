@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .activation import silu_mul
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ def grouped_config(
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"])
 def _grouped_gemm_kernel(
     x_ptr,
-    x_stride,
     w_ptr,
     out_ptr,
     members_ptr,
     counts_ptr,
     num_tokens,
     num_blocks,
+    X_STRIDE: tl.constexpr,
     E: tl.constexpr,
     N: tl.constexpr,  # outputs; with GATED an expert's rows of W are N of gate and then N of up
     K: tl.constexpr,
@@ -88,7 +88,7 @@ def _grouped_gemm_kernel(
         n = first + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         rows: tl.constexpr = 2 * N if GATED else N
-        x_row = x_ptr + (pair // ROWS_PER_X * x_stride)[:, None] + k[None, :]
+        x_row = x_ptr + (pair // ROWS_PER_X * X_STRIDE)[:, None] + k[None, :]
         w_row = w_ptr + expert.to(tl.int64) * (rows * K) + n[:, None] * K + k[None, :]
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         up = acc
@@ -116,7 +116,7 @@ def _combine_kernel(
     weights_ptr,
     out_ptr,
     counts_ptr,
-    N,
+    N: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -137,6 +137,10 @@ def _combine_kernel(
         # Nobody reads the counts any more; the next routing finds them zero.
         experts = tl.arange(0, BLOCK_E)
         tl.store(counts_ptr + experts, experts * 0, mask=experts < E)
+
+
+_launch_grouped_gemm = Launcher(_grouped_gemm_kernel)
+_launch_combine = Launcher(_combine_kernel)
 
 
 def most_blocks(pairs: int, num_experts: int, block_m: int) -> int:
@@ -168,17 +172,16 @@ def grouped_gemm(
         return out
     config = config or grouped_config(pairs, num_experts, outputs, inputs, gated, x.dtype.itemsize)
     blocks = most_blocks(pairs, num_experts, config.block_m)
-    launch(
-        _grouped_gemm_kernel,
+    _launch_grouped_gemm(
         (blocks * triton.cdiv(outputs, config.block_n),),
         x,
-        x.stride(0),
         weight,
         out,
         members,
         counts,
         members.shape[1],
         blocks,
+        X_STRIDE=x.stride(0),
         E=num_experts,
         N=outputs,
         K=inputs,
@@ -205,14 +208,13 @@ def combine(each: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, *, 
     out = torch.empty((tokens, size), dtype=each.dtype, device=each.device)
     if tokens:
         block = min(1024, power_of_2(size))
-        launch(
-            _combine_kernel,
+        _launch_combine(
             (tokens, triton.cdiv(size, block)),
             each,
             weights,
             out,
             counts,
-            size,
+            N=size,
             E=counts.shape[0],
             TOP_K=top_k,
             BLOCK_N=block,

@@ -24,9 +24,49 @@ SIMULATED_SMS = 4
 """How many multiprocessors the interpreter is planned for: few, so that small tests split their work too."""
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **meta: Any) -> None:
-    """Starts ``kernel``, which must call :func:`wait_for_previous` in every program if ``pdl`` is set."""
-    kernel[grid](*args, PDL=pdl, launch_pdl=pdl, enable_fp_fusion=True, **meta)
+class Launcher:
+    """Launches one kernel: ``launcher(grid, *arguments, pdl=..., CONSTANT=..., num_warps=...)``.
+
+    Triton looks at every argument of every launch to find the variant that was compiled for it, which costs more than
+    the launch itself. Here the constants alone tell variants apart, with the type of the first tensor and of ``types``.
+    So a kernel must not be specialised on the values of its other numbers, and its pointers must be aligned to 16
+    bytes, unless it says that it does not care; a launch with one that is not goes Triton's own way.
+    """
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+        careless = getattr(kernel, "do_not_specialize_on_alignment", None) or ()
+        self._aligned = [i for i, name in enumerate(kernel.arg_names) if name.endswith("_ptr") and name not in careless]
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        *arguments: Any,
+        pdl: bool = False,
+        types: tuple[torch.dtype, ...] = (),
+        **constants: Any,
+    ) -> None:
+        """With ``pdl`` every program of the kernel must call :func:`wait_for_previous`."""
+        key = (arguments[0].dtype, pdl, types, *constants.values())
+        found = self._compiled.get(key)
+        if found is not None and self._is_aligned(arguments):
+            compiled, ordered = found
+            compiled[(*grid, 1, 1)[:3]](*arguments, *ordered)
+            return
+        compiled = self._kernel[grid](*arguments, PDL=pdl, launch_pdl=pdl, enable_fp_fusion=True, **constants)
+        # The interpreter compiles nothing.
+        if compiled is not None and self._is_aligned(arguments):
+            constants["PDL"] = pdl
+            names = self._kernel.arg_names[len(arguments) :]
+            self._compiled[key] = compiled, tuple(constants[name] for name in names)
+
+    def _is_aligned(self, arguments: tuple[Any, ...]) -> bool:
+        for i in self._aligned:
+            tensor = arguments[i]
+            if tensor is not None and tensor.data_ptr() & 15:
+                return False
+        return True
 
 
 @triton.jit

@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ...layers.ops import Ops
 from .activation import silu_mul
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 MAX_ROWS = 64
 """Beyond this many rows a general matrix product is faster."""
@@ -191,7 +191,6 @@ def _load_slabs(
 @triton.jit(do_not_specialize=["num_rows"])
 def _few_rows_kernel(
     x_ptr,
-    x_stride,
     w_ptr,
     norm_ptr,
     bias_ptr,
@@ -199,6 +198,7 @@ def _few_rows_kernel(
     out_ptr,
     num_rows,
     eps,
+    X_STRIDE: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
     GATED: tl.constexpr,
@@ -230,7 +230,7 @@ def _few_rows_kernel(
         square = tl.zeros((SPLIT_K, BLOCK_M, BLOCK_K // SPLIT_K), tl.float32)
         for start in range(0, K, BLOCK_K):
             k = _slabs(start, BLOCK_K, SPLIT_K)
-            x = tl.load(x_ptr + m3 * x_stride + k, mask=(m3 < num_rows) & (k < K), other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + m3 * X_STRIDE + k, mask=(m3 < num_rows) & (k < K), other=0.0).to(tl.float32)
             square += x * x
         scale = tl.rsqrt(tl.sum(tl.sum(square, axis=2), axis=0) / K + eps)[None, :, None]
 
@@ -238,7 +238,7 @@ def _few_rows_kernel(
     up = acc
     for start in range(0, K, BLOCK_K):
         k = _slabs(start, BLOCK_K, SPLIT_K)
-        x = tl.load(x_ptr + m3 * x_stride + k, mask=(m3 < num_rows) & (k < K), other=0.0)
+        x = tl.load(x_ptr + m3 * X_STRIDE + k, mask=(m3 < num_rows) & (k < K), other=0.0)
         if HAS_NORM:
             x = (x.to(tl.float32) * scale).to(dtype) * tl.load(norm_ptr + k, mask=k < K, other=0.0)
         current, current_up = w, up_w
@@ -254,6 +254,9 @@ def _few_rows_kernel(
         dtype, N, GATED, HAS_BIAS, HAS_RESIDUAL,
     )  # fmt: skip
 
+
+_launch_one_row = Launcher(_one_row_kernel)
+_launch_few_rows = Launcher(_few_rows_kernel)
 
 Epilogue = Literal["none", "silu_and_mul"]
 
@@ -301,18 +304,18 @@ def fused_linear(
         "num_warps": config.num_warps,
     }
     if rows == 1:
-        launch(_one_row_kernel, grid, x, *pointers, eps, **parts, pdl=pdl)
+        _launch_one_row(grid, x, *pointers, eps, **parts, types=(out.dtype,), pdl=pdl)
     else:
         block_m = max(16, power_of_2(rows))
-        launch(
-            _few_rows_kernel,
+        _launch_few_rows(
             grid,
             x,
-            x.stride(0),
             *pointers,
             rows,
             eps,
             **parts,
+            types=(out.dtype,),
+            X_STRIDE=x.stride(0),
             BLOCK_M=block_m,
             SPLIT_K=config.num_warps,
             pdl=pdl,

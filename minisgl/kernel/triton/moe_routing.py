@@ -14,17 +14,17 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     logits_ptr,
-    logits_stride,
     weights_ptr,
     members_ptr,
     counts_ptr,
     num_tokens,
+    LOGITS_STRIDE: tl.constexpr,
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     NORMALISE: tl.constexpr,
@@ -38,7 +38,7 @@ def _route_kernel(
     choice = tl.arange(0, BLOCK_K)[None, :]
     valid = (token < num_tokens)[:, None]
     wait_for_previous(PDL)
-    place = logits_ptr + token.to(tl.int64)[:, None] * logits_stride + expert
+    place = logits_ptr + token.to(tl.int64)[:, None] * LOGITS_STRIDE + expert
     logits = tl.load(place, mask=valid & (expert < E), other=float("-inf")).to(tl.float32)
     prob = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     prob = prob / tl.sum(prob, axis=1)[:, None]
@@ -74,6 +74,10 @@ def _assign_kernel(
     tl.store(members_ptr + expert * (num_pairs // TOP_K) + position, pair, mask=valid)
 
 
+_launch_route = Launcher(_route_kernel)
+_launch_assign = Launcher(_assign_kernel)
+
+
 def route(
     logits: torch.Tensor,
     top_k: int,
@@ -94,15 +98,15 @@ def route(
     members = torch.empty((num_experts, tokens), dtype=torch.int32, device=logits.device)
     if tokens:
         block_t = 1 if tokens <= 128 else 4
-        launch(
-            _route_kernel,
+        _launch_route(
             (triton.cdiv(tokens, block_t),),
             logits,
-            logits.stride(0),
             weights,
             members,
             counts,
             tokens,
+            types=(dtype,),
+            LOGITS_STRIDE=logits.stride(0),
             E=num_experts,
             TOP_K=top_k,
             NORMALISE=normalise,
@@ -125,8 +129,7 @@ def assign(experts: torch.Tensor, counts: torch.Tensor, *, pdl: bool = False) ->
     if tokens:
         block = 256
         grid = (triton.cdiv(experts.numel(), block),)
-        launch(
-            _assign_kernel,
+        _launch_assign(
             grid,
             experts,
             members,

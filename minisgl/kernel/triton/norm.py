@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -18,12 +18,12 @@ def _rms_norm_kernel(
     weight_ptr,
     out_ptr,
     num_rows,
-    inner,  # rows of x come in groups of `inner`, `inner_stride` apart
-    outer_stride,
-    inner_stride,
-    residual_stride,
     eps,
     N: tl.constexpr,
+    INNER: tl.constexpr,  # rows of x come in groups of so many, INNER_STRIDE apart
+    OUTER_STRIDE: tl.constexpr,
+    INNER_STRIDE: tl.constexpr,
+    RESIDUAL_STRIDE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ADD: tl.constexpr,
@@ -35,16 +35,19 @@ def _rms_norm_kernel(
     wait_for_previous(PDL)
     rows64 = rows.to(tl.int64)
     mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
-    offset = (rows64 // inner) * outer_stride + (rows64 % inner) * inner_stride
+    offset = (rows64 // INNER) * OUTER_STRIDE + (rows64 % INNER) * INNER_STRIDE
     x = tl.load(x_ptr + offset[:, None] + cols[None, :], mask=mask, other=0.0)
     if ADD:
-        place = residual_ptr + rows64[:, None] * residual_stride + cols[None, :]
+        place = residual_ptr + rows64[:, None] * RESIDUAL_STRIDE + cols[None, :]
         x = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + x.to(tl.float32)).to(x.dtype)
         tl.store(place, x, mask=mask)
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / N + eps)
     normed = (wide * scale[:, None]).to(x.dtype) * weight[None, :]
     tl.store(out_ptr + rows64[:, None] * N + cols[None, :], normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+_launch_rms_norm = Launcher(_rms_norm_kernel)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False) -> torch.Tensor:
@@ -81,19 +84,19 @@ def _launch(
         return
     block = power_of_2(size)
     block_rows = max(1, 2048 // block)
-    launch(
-        _rms_norm_kernel,
+    _launch_rms_norm(
         (triton.cdiv(rows, block_rows),),
         x,
         residual,
         weight,
         out,
         rows,
-        inner,
-        *strides,
-        0 if residual is None else residual.stride(0),
         eps,
         N=size,
+        INNER=inner,
+        OUTER_STRIDE=strides[0],
+        INNER_STRIDE=strides[1],
+        RESIDUAL_STRIDE=0 if residual is None else residual.stride(0),
         BLOCK_N=block,
         BLOCK_ROWS=block_rows,
         ADD=residual is not None,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from .decode_attention import LOG2_E, page_slots
-from .launch import launch, offset_type, power_of_2, wait_for_previous
+from .launch import Launcher, offset_type, power_of_2, wait_for_previous
 
 if TYPE_CHECKING:
     from ...attention.base import AttentionSpec
@@ -127,11 +127,9 @@ def _attend_tiles(
 @triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "cu_new_ptr"])
 def _prefill_kernel(
     q_ptr,
-    q_stride,
     k_pool_ptr,
     v_pool_ptr,
     table_ptr,
-    table_stride,
     rows_ptr,
     seq_lens_ptr,
     cu_new_ptr,
@@ -139,6 +137,8 @@ def _prefill_kernel(
     num_blocks,
     out_ptr,
     scale,
+    Q_STRIDE: tl.constexpr,
+    TABLE_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -161,7 +161,7 @@ def _prefill_kernel(
     new = tl.load(cu_new_ptr + request + 1) - begin
     begin -= tl.load(cu_new_ptr)
     length = tl.load(seq_lens_ptr + request)
-    table = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
+    table = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * TABLE_STRIDE
 
     row = first_row + tl.arange(0, ROWS)
     token = row // GROUP
@@ -169,7 +169,7 @@ def _prefill_kernel(
     d = tl.arange(0, BLOCK_D)
     mask = (token < new)[:, None] & (d < HEAD_DIM)[None, :]
     token64 = (begin + token).to(tl.int64)
-    q = tl.load(q_ptr + (token64 * q_stride + head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
+    q = tl.load(q_ptr + (token64 * Q_STRIDE + head * HEAD_DIM)[:, None] + d[None, :], mask=mask, other=0.0)
 
     cached = length - new
     position = cached + token
@@ -207,6 +207,9 @@ def _prefill_kernel(
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
+_launch_prefill = Launcher(_prefill_kernel)
+
+
 def prefill_attention(
     q: torch.Tensor,
     k_pool: torch.Tensor,
@@ -228,15 +231,12 @@ def prefill_attention(
     tokens are in the pools (pages, page_size, Hkv, D) already. ``rows``, ``seq_lens`` (B) and ``cu_new`` (B + 1) are
     int32; ``blocks`` is :func:`plan_prefill` of them on the device. Writes ``out`` (T, Hq * D), contiguous.
     """
-    launch(
-        _prefill_kernel,
+    _launch_prefill(
         (spec.num_kv_heads, blocks.shape[1]),
         q,
-        q.stride(0),
         k_pool,
         v_pool,
         page_table,
-        page_table.stride(0),
         rows,
         seq_lens,
         cu_new,
@@ -244,6 +244,8 @@ def prefill_attention(
         blocks.shape[1],
         out,
         spec.scale * LOG2_E,
+        Q_STRIDE=q.stride(0),
+        TABLE_STRIDE=page_table.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=spec.num_heads // spec.num_kv_heads,
         HEAD_DIM=spec.head_dim,

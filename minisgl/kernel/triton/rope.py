@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 if TYPE_CHECKING:
     from ...attention.base import AttentionSpec
@@ -64,7 +64,6 @@ def norm_rope(
 )
 def _rope_store_kernel(
     qkv_ptr,
-    qkv_stride,
     q_ptr,
     k_pool_ptr,
     v_pool_ptr,
@@ -75,6 +74,7 @@ def _rope_store_kernel(
     k_norm_ptr,
     eps,
     num_tokens,
+    QKV_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -97,7 +97,7 @@ def _rope_store_kernel(
         valid = token < num_tokens
         position = tl.load(positions_ptr + token, mask=valid, other=0)
         q = norm_rope(
-            qkv_ptr + token.to(tl.int64) * qkv_stride + row % NUM_HEADS * HEAD_DIM,
+            qkv_ptr + token.to(tl.int64) * QKV_STRIDE + row % NUM_HEADS * HEAD_DIM,
             valid,
             q_norm_ptr,
             cos_sin_ptr + position * ROTARY_DIM,
@@ -114,7 +114,7 @@ def _rope_store_kernel(
         valid = token < num_tokens
         position = tl.load(positions_ptr + token, mask=valid, other=0)
         k = norm_rope(
-            qkv_ptr + token.to(tl.int64) * qkv_stride + (NUM_HEADS + row % NUM_KV_HEADS) * HEAD_DIM,
+            qkv_ptr + token.to(tl.int64) * QKV_STRIDE + (NUM_HEADS + row % NUM_KV_HEADS) * HEAD_DIM,
             valid,
             k_norm_ptr,
             cos_sin_ptr + position * ROTARY_DIM,
@@ -131,11 +131,14 @@ def _rope_store_kernel(
         row = (block - q_blocks - kv_blocks) * BLOCK_H + lane
         token = row // NUM_KV_HEADS
         valid = token < num_tokens
-        source = token.to(tl.int64) * qkv_stride + (NUM_HEADS + NUM_KV_HEADS + row % NUM_KV_HEADS) * HEAD_DIM
+        source = token.to(tl.int64) * QKV_STRIDE + (NUM_HEADS + NUM_KV_HEADS + row % NUM_KV_HEADS) * HEAD_DIM
         v = tl.load(qkv_ptr + source + d, mask=valid & (d < HEAD_DIM), other=0.0)
         slot = tl.load(slots_ptr + token, mask=valid, other=0).to(tl.int64)
         place = slot * (NUM_KV_HEADS * HEAD_DIM) + row % NUM_KV_HEADS * HEAD_DIM
         tl.store(v_pool_ptr + place + d, v, mask=valid & (d < HEAD_DIM))
+
+
+_launch_rope_store = Launcher(_rope_store_kernel)
 
 
 def norm_rope_store(
@@ -161,11 +164,9 @@ def norm_rope_store(
     # Small steps want many programs, large ones want few; in between it does not matter.
     block_h = max(1, (1024 if tokens <= 64 else 4096) // block_d)
     blocks = triton.cdiv(tokens * spec.num_heads, block_h) + 2 * triton.cdiv(tokens * spec.num_kv_heads, block_h)
-    launch(
-        _rope_store_kernel,
+    _launch_rope_store(
         (blocks,),
         qkv,
-        qkv.stride(0),
         q,
         k_pool,
         v_pool,
@@ -176,6 +177,7 @@ def norm_rope_store(
         spec.k_norm,
         spec.norm_eps,
         tokens,
+        QKV_STRIDE=qkv.stride(0),
         NUM_HEADS=spec.num_heads,
         NUM_KV_HEADS=spec.num_kv_heads,
         HEAD_DIM=spec.head_dim,

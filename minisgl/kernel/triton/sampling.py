@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import launch, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, wait_for_previous
 
 CHUNK = 4096
 """Tokens of a chunk: small enough for many programs to share one row."""
@@ -44,15 +44,15 @@ def _inverse_temperature(temperature, top_k, GREEDY: tl.constexpr):
     return greedy, 1.0 / tl.where(greedy, 1.0, temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr"])
 def _chunk_kernel(
     logits_ptr,
-    logits_stride,
     temperature_ptr,
     top_k_ptr,
     top_ptr,
     sum_ptr,
     argmax_ptr,
+    LOGITS_STRIDE: tl.constexpr,
     V: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -64,7 +64,7 @@ def _chunk_kernel(
     token = chunk * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous(PDL)
     _, scale = _inverse_temperature(tl.load(temperature_ptr + row), tl.load(top_k_ptr + row), GREEDY)
-    x = _scaled(logits_ptr + row.to(tl.int64) * logits_stride, token, token < V, scale)
+    x = _scaled(logits_ptr + row.to(tl.int64) * LOGITS_STRIDE, token, token < V, scale)
     # Infinity stands for "not a number": the row fails either way.
     x = tl.where(x == x, x, float("inf"))
     top = tl.max(x, axis=0)
@@ -259,10 +259,9 @@ def _cutoff(
     return limit, count_before, mass_before, count_up_to
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "uniform_ptr"])
 def _pick_kernel(
     logits_ptr,
-    logits_stride,
     temperature_ptr,
     top_k_ptr,
     top_p_ptr,
@@ -274,6 +273,7 @@ def _pick_kernel(
     collected_ptr,
     counter_ptr,
     ids_ptr,
+    LOGITS_STRIDE: tl.constexpr,
     V: tl.constexpr,
     NUM_CHUNKS: tl.constexpr,
     BLOCK_CHUNKS: tl.constexpr,
@@ -285,7 +285,7 @@ def _pick_kernel(
     row = tl.program_id(0)
     chunk = tl.arange(0, BLOCK_CHUNKS)
     place = row * NUM_CHUNKS + chunk
-    logits_ptr += row.to(tl.int64) * logits_stride
+    logits_ptr += row.to(tl.int64) * LOGITS_STRIDE
     collected_ptr += row * COLLECT
     counter_ptr += row
     wait_for_previous(PDL)
@@ -350,6 +350,10 @@ def _pick_kernel(
     tl.store(ids_ptr + row, tl.where(failed, -1, picked))
 
 
+_launch_chunks = Launcher(_chunk_kernel)
+_launch_pick = Launcher(_pick_kernel)
+
+
 def sample(
     logits: torch.Tensor,
     temperature: torch.Tensor,
@@ -376,26 +380,30 @@ def sample(
     argmax = torch.empty((rows, chunks), dtype=torch.int32, device=device)
     collected = torch.empty((rows, COLLECT), dtype=torch.float32, device=device)
     counter = torch.empty(rows, dtype=torch.int32, device=device)
-    shape = {"V": vocab, "NUM_CHUNKS": chunks, "BLOCK": CHUNK, "GREEDY": GREEDY_BELOW}
-    launch(
-        _chunk_kernel,
+    types = (top_k.dtype,)
+    shape = {
+        "LOGITS_STRIDE": logits.stride(0),
+        "V": vocab,
+        "NUM_CHUNKS": chunks,
+        "BLOCK": CHUNK,
+        "GREEDY": GREEDY_BELOW,
+    }
+    _launch_chunks(
         (rows, chunks),
         logits,
-        logits.stride(0),
         temperature,
         top_k,
         top,
         total,
         argmax,
         **shape,
+        types=types,
         num_warps=8,
         pdl=pdl,
     )
-    launch(
-        _pick_kernel,
+    _launch_pick(
         (rows,),
         logits,
-        logits.stride(0),
         temperature,
         top_k,
         top_p,
@@ -408,6 +416,7 @@ def sample(
         counter,
         ids,
         **shape,
+        types=types,
         BLOCK_CHUNKS=power_of_2(chunks),
         COLLECT=COLLECT,
         num_warps=16,
