@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 ISA_FLAGS = {
@@ -45,6 +48,7 @@ def build_library(isa: str, cache: Path) -> Path:
         with open(library.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
+                log.info("Compiling the CPU kernels for %s, once: a few seconds.", isa)
                 _compile(compiler, isa, library)
     except OSError as error:
         raise BuildError(f"the cache directory cannot be written ({error})") from error
