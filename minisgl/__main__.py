@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Reads the flags and serves, or chats. Returns the exit code; wrong flags end in SystemExit(2)."""
+    # While there is nothing to clean up, Ctrl-C just ends the process. A KeyboardInterrupt in the middle of an import
+    # would print its traceback, or be swallowed.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from minisgl.env import EnvError, check_environment
+    from minisgl.server.args import parse_args
+
+    args = parse_args(sys.argv[1:] if argv is None else argv)
     try:
-        # In here, so that Ctrl-C during the imports is no traceback either.
-        from minisgl.env import EnvError, check_environment
-        from minisgl.server.args import parse_args
+        check_environment()
+    except EnvError as error:
+        print(f"minisgl: {error}", file=sys.stderr)
+        return 2
+    if args.shell:
+        from minisgl.shell import chat
 
-        args = parse_args(sys.argv[1:] if argv is None else argv)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
-            check_environment()
-        except EnvError as error:
-            print(f"minisgl: {error}", file=sys.stderr)
-            return 2
-        if args.shell:
-            from minisgl.shell import chat
-
             return chat(args)
-        from minisgl.server.launch import launch
+        except KeyboardInterrupt:
+            return 0
+    from minisgl.server.launch import launch
 
-        return launch(args)
-    except KeyboardInterrupt:
-        return 0
+    return launch(args)
 
 
 # Spawned workers import this module again, under another name.

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import random
+import resource
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from minisgl.message import Push
 
 BACKLOG = 2048
+OPEN_FILES = 65536
 
 API_STOP_SECONDS = 5.0
 """For an API server to drain (http_server.py) and end; everybody else has nothing to finish."""
@@ -57,16 +59,17 @@ def launch(args: ServerArgs, *, rank_entry: RankEntry = run_rank) -> int:
 
     ``rank_entry`` is what a rank's process runs.
     """
-    # Until the supervisor takes over, every signal interrupts whatever is going on.
-    for signum in ending_signals():
-        signal.signal(signum, signal.default_int_handler)
+    raise_file_limit()
     try:
         with contextlib.ExitStack() as stack:
             sock = stack.enter_context(bind(args.host, args.port))
             display = StartupProgress(sys.stderr, enabled=not args.silent_output)
-            model_path = find_model(args, display)
+            with interruptible():
+                model_path = find_model(args, display)
+            # From here on signals are events, and closing goes backwards: processes, directory, and then the signals.
+            supervisor = stack.enter_context(contextlib.closing(Supervisor(args.log_level)))
             run_dir = stack.enter_context(contextlib.closing(RunDir()))
-            server = stack.enter_context(contextlib.closing(Server(args, run_dir.path)))
+            server = stack.enter_context(contextlib.closing(Server(args, supervisor, run_dir.path)))
             if not server.start(model_path, sock, rank_entry, display):
                 return 0
             # For the connections that it will accept: one that is left in TIME_WAIT must not keep the next start off.
@@ -86,12 +89,12 @@ def launch(args: ServerArgs, *, rank_entry: RankEntry = run_rank) -> int:
 class Server:
     """The processes of one instance."""
 
-    def __init__(self, args: ServerArgs, directory: Path) -> None:
+    def __init__(self, args: ServerArgs, supervisor: Supervisor, directory: Path) -> None:
         self._args = args
         self._addresses = Addresses(
             directory=str(directory), frontends=args.num_api_server, tokenizers=args.num_tokenizer, ranks=args.tp
         )
-        self._supervisor = Supervisor(args.log_level)
+        self._supervisor = supervisor
         self._api: list[Worker] = []
         self._facts: dict[str, Any] = {}
         self._context: zmq.Context[Any] | None = None
@@ -139,7 +142,6 @@ class Server:
         """Ends all processes: the API servers first, so that requests under way may still finish."""
         others = [w for w in self._supervisor.workers if w not in self._api]
         self._supervisor.stop([(list(self._api), API_STOP_SECONDS), (others, STOP_SECONDS)])
-        self._supervisor.close()
 
     def _wait_ready(self, display: StartupProgress) -> bool:
         starting = list(self._supervisor.workers)
@@ -154,7 +156,7 @@ class Server:
                         case Reported(worker, Ready(summary, facts)):
                             starting.remove(worker)
                             self._facts.update(facts)
-                            display.update(worker.name, Progress(f"ready{summary and ': '}{summary}"))
+                            display.ready(worker.name, summary)
                         case Reported(worker, Failed(message)):
                             raise StartError(f"{worker.name}: {message}")
                         case Died(worker):
@@ -180,6 +182,17 @@ class Server:
             push.send(WorkerDied(name=worker.name, exitcode=exitcode or 0))
 
 
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Any signal that ends a server is a KeyboardInterrupt in the block, which may have something to clean up."""
+    before = {s: signal.signal(s, signal.default_int_handler) for s in ending_signals()}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+
+
 def bind(host: str, port: int) -> socket.socket:
     """A socket bound to the port, not listening yet. Raises :class:`StartError` when it cannot be had."""
     try:
@@ -198,6 +211,16 @@ def bind(host: str, port: int) -> socket.socket:
             sock.close()
             reason = error
     raise StartError(f"Port {port} on {host} cannot be had: {reason.strerror}. Choose another with --port.")
+
+
+def raise_file_limit() -> None:
+    """Lets this process and its children have as many open files as they may, within reason: a connection is one, and
+    the usual 1024 would be the limit of concurrent clients.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def url(sock: socket.socket) -> str:

@@ -69,7 +69,9 @@ class Supervisor:
         self._context = multiprocessing.get_context("spawn")
         self._signal_read, self._signal_write = os.pipe()
         os.set_blocking(self._signal_write, False)
-        self._handlers = {s: signal.signal(s, self._on_signal) for s in ending_signals()}
+        # Written to by the C handler: a Python one might not run before a wait that begins right now has ended.
+        self._wakeup_before = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
+        self._handlers = {s: signal.signal(s, _leave_it_to_the_pipe) for s in ending_signals()}
         # Before the first worker and outside of our signal mask, which starting the tracker would undo.
         resource_tracker.ensure_running()
         self.workers: list[Worker] = []
@@ -141,12 +143,9 @@ class Supervisor:
         """Gives the signals back. All workers have been stopped."""
         for signum, handler in self._handlers.items():
             signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._signal_read)
         os.close(self._signal_write)
-
-    def _on_signal(self, signum: int, _frame: object) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._signal_write, bytes([signum]))
 
     def _reports(self, worker: Worker) -> list[Progress | Ready | Failed]:
         reports = []
@@ -159,6 +158,10 @@ class Supervisor:
                 worker.link.close()
                 worker.link = None
         return reports
+
+
+def _leave_it_to_the_pipe(_signum: int, _frame: object) -> None:
+    pass
 
 
 @contextlib.contextmanager

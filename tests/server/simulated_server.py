@@ -7,6 +7,7 @@ SIMULATED_DELAY is the time of a step in seconds.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -37,10 +38,8 @@ def run_simulated_rank(config: RankConfig, reporter: Reporter) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        from minisgl.server.args import parse_args
-        from minisgl.server.launch import launch
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from minisgl.server.args import parse_args
+    from minisgl.server.launch import launch
 
-        sys.exit(launch(parse_args(sys.argv[1:]), rank_entry=run_simulated_rank))
-    except KeyboardInterrupt:
-        sys.exit(0)
+    sys.exit(launch(parse_args(sys.argv[1:]), rank_entry=run_simulated_rank))

@@ -405,6 +405,16 @@ def test_body_too_big(api: Api) -> None:
         assert "33554432" in error_of(response)["message"]
 
 
+def test_fault_of_the_server(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(requests: Any) -> None:
+        raise RuntimeError("a fault that nobody has thought of")
+
+    monkeypatch.setattr(api.frontend, "submit", broken)
+    response = api.http.post("/v1/completions", json=COMPLETION)
+    assert (response.status_code, error_of(response)["type"]) == (500, "server_error")
+    assert "nobody" not in response.text
+
+
 def test_no_such_route(api: Api) -> None:
     response = api.http.get("/v2/nothing")
     assert (response.status_code, "/v2/nothing" in error_of(response)["message"]) == (404, True)

@@ -62,6 +62,8 @@ def test_serves(flags: list[str], tmp_path: Path) -> None:
         assert error.value.code == "context_length_exceeded"
         (directory,) = run_dirs(tmp_path)
         assert directory.stat().st_mode & 0o777 == 0o700
+        soft, hard = server.worker("api server").rlimit(psutil.RLIMIT_NOFILE)
+        assert soft >= min(hard, 65536), "the limit of clients is not that of a shell"
         launcher = psutil.Process(server.pid)
         assert launcher.memory_info().rss < 40 * 2**20
         start = time.monotonic()
@@ -71,7 +73,7 @@ def test_serves(flags: list[str], tmp_path: Path) -> None:
         server.check_gone()
         assert run_dirs(tmp_path) == []
         assert "Traceback" not in server.stderr
-        assert "scheduler: ready" in server.stderr
+        assert "scheduler: ready, 512 pages" in server.stderr
 
 
 def test_end_during_requests(flags: list[str], tmp_path: Path) -> None:
@@ -310,6 +312,16 @@ def test_client_leaves(flags: list[str], tmp_path: Path) -> None:
             assert server.ask(max_tokens=2).status_code == 200
             assert time.monotonic() - start < 2
         assert server.health().json()["requests"] == 0
+        # Asked to end twice, the server does not wait for the request under way.
+        with httpx.stream("POST", server.url + "/v1/completions", json={"prompt": "a", "stream": True}) as response:
+            next(response.iter_lines())
+            server.interrupt()
+            time.sleep(0.3)
+            start = time.monotonic()
+            server.interrupt()
+            assert server.wait() == 0
+            assert time.monotonic() - start < 2
+        assert "Traceback" not in server.stderr
 
 
 def test_wrong_model(tmp_path: Path) -> None:
