@@ -174,7 +174,6 @@ def test_launcher_is_killed_during_the_start(flags: list[str], tmp_path: Path) -
     [
         ("scheduler", []),
         ("scheduler 1", ["--tp", "2"]),
-        ("tokenizer", []),
         ("tokenizer 0", ["--num-tokenizer", "1"]),
         ("detokenizer", ["--num-tokenizer", "1"]),
         ("api server 1", ["--num-api-server", "2"]),
