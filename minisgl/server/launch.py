@@ -72,9 +72,7 @@ def launch(args: ServerArgs, *, rank_entry: RankEntry = run_rank) -> int:
             server = stack.enter_context(contextlib.closing(Server(args, supervisor, run_dir.path)))
             if not server.start(model_path, sock, rank_entry, display):
                 return 0
-            # For the connections that it will accept: one that is left in TIME_WAIT must not keep the next start off.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.listen(BACKLOG)
+            listen(sock)
             server.go()
             print(f"{args.model_name} is served at {url(sock)}", flush=True)
             sock.close()  # it is the API servers' now: the last of them to close it ends the listening
@@ -211,6 +209,16 @@ def bind(host: str, port: int) -> socket.socket:
             sock.close()
             reason = error
     raise StartError(f"Port {port} on {host} cannot be had: {reason.strerror}. Choose another with --port.")
+
+
+def listen(sock: socket.socket) -> None:
+    """Raises :class:`StartError` where another server has come first after all (see :func:`bind`)."""
+    # For the connections that it will accept: one that is left in TIME_WAIT must not keep the next start off.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.listen(BACKLOG)
+    except OSError as error:
+        raise StartError(f"{url(sock)} cannot be had any more: {error.strerror}.") from None
 
 
 def raise_file_limit() -> None:
