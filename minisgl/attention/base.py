@@ -70,6 +70,9 @@ class BackendConfig:
 class AttentionBackend(ABC):
     """Paged causal attention over one :class:`KVPool`."""
 
+    serves_graphs = False
+    """Whether it keeps to what :class:`ForwardBatch` demands of a step in a CUDA graph."""
+
     def __init__(self, config: BackendConfig, ops: Ops) -> None:
         self.config = config
         self.ops = ops
@@ -78,9 +81,12 @@ class AttentionBackend(ABC):
     def prepare(self, batch: ForwardBatch) -> None:
         """Plans a step, once for all layers, before its first layer runs. What it finds goes into ``batch.plan``.
 
-        It runs outside of any CUDA graph, the replay of a captured step included: there it may fill buffers that the
+        It runs outside of any CUDA graph, before the replay of a captured step too: there it may fill buffers that the
         captured kernels read, at the addresses they had when ``prepare`` ran before the capture.
         """
+
+    def begin(self, batch: ForwardBatch) -> None:  # noqa: B027 - most have nothing to do here
+        """Whatever else a step needs before its first layer, launched on the device; part of a captured step."""
 
     @abstractmethod
     def forward(

@@ -3,7 +3,10 @@
     requests with one new token      norm, rope, store and attention in one kernel
     the others, behind them          norm, rope and store in one kernel, attention in the next
 
-Lengths are read on the device, so what is launched for one-token steps depends on the number of requests alone.
+Lengths are read on the device, so what is launched for one-token steps depends on the number of requests alone. In a
+CUDA graph of any other step it depends on the number of tokens alone: one kernel norms, rotates and stores all of them,
+one attends for the leading requests with one new token, and one for the blocks of the others, of which there may be as
+many as so many tokens can need. Requests without a length and blocks of them cost next to nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ..kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
@@ -20,7 +25,7 @@ from ..kernel.triton.rope import norm_rope_store
 from .base import AttentionBackend, AttentionSpec, BackendConfig
 
 if TYPE_CHECKING:
-    from ..engine.forward_batch import ForwardBatch
+    from ..engine.forward_batch import ForwardBatch, HostPlan
     from ..engine.kv_pool import KVPool
     from ..layers.ops import Ops
 
@@ -33,8 +38,20 @@ class _Plan:
     blocks: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class _MixedPlan:
+    """The same at fixed addresses, filled by one copy to ``memory``: ``blocks`` (2, as many as there can be), and
+    ``lengths``, those of requests with one new token and 0 for all others."""
+
+    memory: torch.Tensor
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+
+
 class TritonAttention(AttentionBackend):
     """bf16, fp16 or fp32, on the GPU (or in Triton's interpreter)."""
+
+    serves_graphs = True
 
     def __init__(self, config: BackendConfig, ops: Ops) -> None:
         super().__init__(config, ops)
@@ -49,22 +66,55 @@ class TritonAttention(AttentionBackend):
             config.dtype,
             config.device,
         )
+        self._out: torch.Tensor | None = None
+        """Of mixed graphs. Their surplus tokens see what an earlier step has left there, so it begins as zero."""
 
     def prepare(self, batch: ForwardBatch) -> None:
+        if batch.graph == "mixed":
+            self._prepare_mixed(batch)
+            return
         host = batch.host
         blocks = None
         if host.num_single < batch.size:
-            plan = plan_prefill(
-                host.cached[host.num_single :], host.new[host.num_single :], self.group, self.prefill.rows
-            )
-            on_host = torch.from_numpy(plan)
-            if self.config.device.type == "cuda":
-                on_host = on_host.pin_memory()  # from torch's cache of pinned memory, which waits for the copy
-            blocks = on_host.to(self.config.device, non_blocking=True)
+            plan = self._blocks(host)
+            blocks = self._pinned(plan).to(self.config.device, non_blocking=True)
         batch.plan = _Plan(host.num_single, blocks)
-        if host.num_single:
+
+    def _prepare_mixed(self, batch: ForwardBatch) -> None:
+        device, host = self.config.device, batch.host
+        if batch.plan is None:
+            most = batch.num_tokens * self.group // self.prefill.rows + batch.size
+            memory = torch.empty(2 * most + batch.size - 1, dtype=torch.int32, device=device)
+            batch.plan = _MixedPlan(memory, memory[: 2 * most].view(2, most), memory[2 * most :])
+            if self._out is None:
+                width = self.config.num_heads * self.config.head_dim
+                self._out = torch.zeros((self.config.token_budget, width), dtype=self.config.dtype, device=device)
+        plan = batch.plan
+        most, single = plan.blocks.shape[1], host.num_single
+        found = self._blocks(host)
+        values = np.zeros(len(plan.memory), np.int32)
+        blocks = values[: 2 * most].reshape(2, most)
+        blocks[0] = batch.size - 1
+        blocks[0, : found.shape[1]] = found[0] + single
+        blocks[1, : found.shape[1]] = found[1]
+        values[2 * most :][:single] = host.cached[:single] + 1
+        plan.memory.copy_(self._pinned(values), non_blocking=True)
+
+    def _blocks(self, host: HostPlan) -> npt.NDArray[np.int32]:
+        single = host.num_single
+        return plan_prefill(host.cached[single:], host.new[single:], self.group, self.prefill.rows)
+
+    def _pinned(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        # From torch's cache of pinned memory, which waits for the copy.
+        return tensor.pin_memory() if self.config.device.type == "cuda" else tensor
+
+    def begin(self, batch: ForwardBatch) -> None:
+        plan = batch.plan
+        lengths = plan.lengths if isinstance(plan, _MixedPlan) else batch.seq_lens[: plan.single]
+        if len(lengths):
             for window in self.workspace.plans:
-                self.workspace.plan(window, batch.seq_lens[: host.num_single], pdl=False)
+                self.workspace.plan(window, lengths, pdl=False)
 
     def forward(
         self,
@@ -76,6 +126,8 @@ class TritonAttention(AttentionBackend):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         kv.store(spec.layer, k, v, batch.slots)
+        if isinstance(batch.plan, _MixedPlan):
+            return self._mixed(q, spec, kv, batch)
         out = self._empty(q, spec)
         single = batch.plan.single
         if single:
@@ -85,21 +137,30 @@ class TritonAttention(AttentionBackend):
         return out
 
     def forward_qkv(self, qkv: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
+        if isinstance(batch.plan, _MixedPlan):
+            return self._mixed(self._norm_rope_store(qkv, spec, kv, batch, 0), spec, kv, batch)
         out = self._empty(qkv, spec)
         single = batch.plan.single
         if single:
             self._decode(FusedQKV(qkv[:single], batch.slots[:single]), out[:single], spec, kv, batch)
         if single < batch.size:
-            q = norm_rope_store(
-                qkv[single:],
-                spec,
-                kv.k[spec.layer],
-                kv.v[spec.layer],
-                batch.positions[single:],
-                batch.slots[single:],
-                pdl=self.pdl,
-            )
-            self._prefill(q, out[single:], spec, kv, batch)
+            self._prefill(self._norm_rope_store(qkv, spec, kv, batch, single), out[single:], spec, kv, batch)
+        return out
+
+    def _norm_rope_store(
+        self, qkv: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch, first: int
+    ) -> torch.Tensor:
+        """Of the tokens from ``first`` on."""
+        keys, values = kv.k[spec.layer], kv.v[spec.layer]
+        return norm_rope_store(
+            qkv[first:], spec, keys, values, batch.positions[first:], batch.slots[first:], pdl=self.pdl
+        )
+
+    def _mixed(self, q: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
+        assert self._out is not None
+        out, most = self._out[: batch.num_tokens], len(batch.plan.lengths)
+        self._decode(q[:most], out[:most], spec, kv, batch)
+        self._prefill(q, out, spec, kv, batch)
         return out
 
     def _empty(self, like: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
@@ -108,19 +169,19 @@ class TritonAttention(AttentionBackend):
     def _decode(
         self, q: torch.Tensor | FusedQKV, out: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch
     ) -> None:
-        single = batch.plan.single
-        pdl = self.pdl
+        plan, pdl = batch.plan, self.pdl
+        lengths = plan.lengths if isinstance(plan, _MixedPlan) else batch.seq_lens[: plan.single]
         if spec.sliding_window not in self.workspace.plans:
-            # The first layer of its kind in the first step. From then on prepare plans for it.
-            self.workspace.plan(spec.sliding_window, batch.seq_lens[:single])
+            # The first layer of its kind in the first step. From then on begin plans for it.
+            self.workspace.plan(spec.sliding_window, lengths)
             pdl = False
         decode_attention(
             q,
             kv.k[spec.layer],
             kv.v[spec.layer],
             batch.page_table,
-            batch.rows[:single],
-            batch.seq_lens[:single],
+            batch.rows[: len(lengths)],
+            lengths,
             spec,
             self.workspace,
             out,
@@ -130,7 +191,7 @@ class TritonAttention(AttentionBackend):
     def _prefill(
         self, q: torch.Tensor, out: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch
     ) -> None:
-        single = batch.plan.single
+        single = 0 if isinstance(batch.plan, _MixedPlan) else batch.plan.single
         prefill_attention(
             q,
             kv.k[spec.layer],

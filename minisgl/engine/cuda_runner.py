@@ -17,7 +17,7 @@ from torch import Tensor
 from minisgl.core import Batch, BatchResult
 
 from .config import DEVICE_DEFAULTS, Progress
-from .cuda_graph import DecodeGraphs
+from .cuda_graph import StepGraphs
 from .model_runner import ModelRunner
 from .staging import IN_FLIGHT, Staging, pinned
 from .step_plan import StepPlan, plan_step
@@ -58,7 +58,7 @@ class CudaRunner:
             if cuda_graph_max_bs is None:
                 cuda_graph_max_bs = DEVICE_DEFAULTS["cuda"].cuda_graph_max_bs
             max_bs = min(cuda_graph_max_bs, self.info.max_running_req)
-            self._graphs = DecodeGraphs(self._runner, max_bs, progress) if max_bs else None
+            self._graphs = StepGraphs(self._runner, max_bs, progress) if max_bs else None
         table = self._runner.state.page_table
         self._max_pages = table.shape[1]
         self._staging = Staging(device)
@@ -69,7 +69,7 @@ class CudaRunner:
     def launch(self, batch: Batch) -> CudaInFlight:
         plan = plan_step(batch, self._max_pages)
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            if self._graphs is not None and self._graphs.fits(plan):
+            if self._graphs is not None:
                 ids = self._graphs.step(plan, self._staging)
             else:
                 ids = self._runner.step(plan, self._staging.upload(plan.arrays))

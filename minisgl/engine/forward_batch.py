@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -50,8 +50,16 @@ class ForwardBatch:
 
     ``logit_index`` (S) names the tokens whose hidden state is wanted, ascending; None means all T of them in order.
 
-    With ``graph`` set the step is captured into, or replayed from, a CUDA graph: every request has one new token, the
-    tensors have fixed addresses, and what a backend launches may depend on B but on no length. ``plan`` is the
+    With ``graph`` the step is captured into, or replayed from, a CUDA graph: the tensors have fixed addresses, and what
+    a backend launches may depend on B and T but on no length and not on ``host``. "single": every request has one new
+    token. "mixed": any step. It is padded at its end, by one request at least:
+
+        request            0   1   2   R   R       R = the scratch row; no length, no new tokens
+        seq_lens           8  32   4   0   0
+        cu_new          0   1   2   6   6   6
+        input_ids          a   b   c d e f 0 0     the surplus tokens are nobody's and go to the scratch page
+
+    ``host`` is that of the step without its padding in a mixed graph, with it in one of single tokens. ``plan`` is the
     backend's own note from ``prepare`` to ``forward``.
     """
 
@@ -66,7 +74,7 @@ class ForwardBatch:
     page_size: int
     host: HostPlan
     logit_index: torch.Tensor | None = None
-    graph: bool = False
+    graph: Literal["single", "mixed"] | None = None
     plan: Any = None
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,9 @@ from .forward_batch import ForwardBatch, token_slots
 from .kv_pool import KVPool
 from .sampler import Sampler
 from .step_plan import StepPlan
+
+Forward = Callable[[StepPlan, Mapping[str, Tensor]], Tensor]
+"""From a plan and its arrays on the device to the hidden states (S, hidden_size) of the tokens to sample after."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +81,14 @@ class ModelRunner:
         self.sampler = sampler
         self.comm = comm
 
-    def step(self, plan: StepPlan, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The sampled ids (S, int32), -1 where a request failed. ``tensors`` are the plan's arrays on the device."""
+    def step(self, plan: StepPlan, tensors: Mapping[str, Tensor], forward: Forward | None = None) -> Tensor:
+        """The sampled ids (S, int32), -1 where a request failed. ``tensors`` are the plan's arrays on the device.
+
+        ``forward`` stands in for :meth:`forward`.
+        """
         if "table_index" in tensors:
             self.state.write_table(tensors["table_index"], tensors["table_pages"])
-        hidden = self.forward(plan, tensors)
+        hidden = (forward or self.forward)(plan, tensors)
         if not len(plan.sampled):
             return torch.empty(0, dtype=torch.int32, device=hidden.device)
         return self.sample(self.model.logits(hidden), tensors)

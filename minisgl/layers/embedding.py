@@ -10,7 +10,7 @@ from torch import nn
 from ..distributed.sharding import Shard
 from .context import BuildContext
 from .loading import LoadedModule, Target
-from .weight import Weight
+from .weight import PlainWeight, Weight
 
 
 class VocabParallel(LoadedModule, nn.Module):
@@ -54,8 +54,8 @@ class Embedding(VocabParallel):
 class Head(VocabParallel):
     """Hidden states (S, hidden_size) -> logits (S, vocab_size), on every rank."""
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return gather_logits(self, hidden)
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return gather_logits(self, hidden, out)
 
 
 class TiedHead(nn.Module):
@@ -65,11 +65,15 @@ class TiedHead(nn.Module):
         super().__init__()
         self._tied = [embedding]  # In a list, so that the embedding stays a child of its real parent alone.
 
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return gather_logits(self._tied[0], hidden)
+    def forward(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        return gather_logits(self._tied[0], hidden, out)
 
 
-def gather_logits(matrix: VocabParallel, hidden: torch.Tensor) -> torch.Tensor:
+def gather_logits(matrix: VocabParallel, hidden: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """The product of ``hidden`` (S, hidden_size) with all rows of the vocabulary, those of other ranks included."""
-    local = matrix.product.matmul(hidden)
-    return matrix.comm.all_gather(local)[:, : matrix.vocab_size].contiguous()
+    product = matrix.product
+    if out is not None and matrix.comm.world_size == 1 and isinstance(product, PlainWeight):
+        # A copy would take as long as half of the product when there are many rows.
+        return torch.mm(hidden, product.matrix.t(), out=out)
+    logits = matrix.comm.all_gather(product.matmul(hidden))[:, : matrix.vocab_size]
+    return logits.contiguous() if out is None else out.copy_(logits)

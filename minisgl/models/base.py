@@ -111,8 +111,12 @@ class CausalLM(nn.Module):
         return self.heads.kv.size
 
     def forward(self, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
+        backend.begin(batch)
         return self.model(batch, kv, backend)
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states (S, hidden_size) -> logits (S, vocab_size) in the model's dtype, the same on all ranks."""
-        return self.lm_head(hidden)
+    def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Hidden states (S, hidden_size) -> logits (S, vocab_size) in the model's dtype, the same on all ranks.
+
+        They are written to ``out`` if it is given.
+        """
+        return self.lm_head(hidden, out)

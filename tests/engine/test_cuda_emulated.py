@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,16 @@ import torch
 from engine_driver import Driver, Request
 from serving import requests, serve, serve_and_count, staggered
 
+from minisgl.attention.cpu import CpuAttention
 from minisgl.core import SamplingParams
-from minisgl.engine import cuda_graph, cuda_runner, staging
+from minisgl.engine import cuda_graph, cuda_runner, graph_inputs, mixed_graph, staging
 from minisgl.engine.config import EngineConfig
-from minisgl.engine.cuda_graph import GraphInputs, ladder
+from minisgl.engine.cuda_graph import ladder
 from minisgl.engine.cuda_runner import CudaRunner
 from minisgl.engine.engine import TorchEngine
+from minisgl.engine.graph_inputs import GraphInputs
 from minisgl.engine.load import load
+from minisgl.engine.mixed_graph import buckets
 from minisgl.engine.staging import Staging
 
 CPU = torch.device("cpu")
@@ -52,8 +56,11 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         result = function()
         return FakeGraph(function, result), result
 
-    monkeypatch.setattr(cuda_graph, "_record", record)
-    for module in (cuda_graph, cuda_runner, staging):
+    for graphs in (cuda_graph, mixed_graph):
+        monkeypatch.setattr(graphs, "record", record)
+    # It reads all lengths from the tensors, as a backend of graphs must.
+    monkeypatch.setattr(CpuAttention, "serves_graphs", True)
+    for module in (graph_inputs, cuda_runner, staging):
         monkeypatch.setattr(module, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype))
     fakes: dict[str, Any] = {
         "Stream": lambda device: None,
@@ -85,7 +92,14 @@ class EmulatedEngine:
     def replays(self) -> int:
         graphs = self._runner._graphs
         assert graphs is not None
-        return sum(graph._forward.replays for graph in graphs._graphs.values())
+        assert graphs.decode is not None
+        return sum(graph.forward.replays for graph in graphs.decode._graphs.values())
+
+    def mixed_replays(self) -> int:
+        graphs = self._runner._graphs
+        assert graphs is not None
+        assert graphs.mixed is not None
+        return sum(graph.replays for _, graph, _ in graphs.mixed._graphs.values())
 
 
 @pytest.fixture(params=[0, 4, 6])
@@ -102,6 +116,7 @@ def test_graphs_answer_like_the_cpu(engine: TorchEngine, emulated: EmulatedEngin
     assert out == expected
     if emulated._runner._graphs is not None:
         assert 0 < emulated.replays() < stats.steps
+        assert emulated.replays() + emulated.mixed_replays() == stats.steps
         assert "capturing CUDA graphs" in emulated.told
 
 
@@ -122,7 +137,7 @@ def test_steps_of_single_tokens_are_replayed(
     assert outputs[0] == outputs[1]
     assert emulated.replays() == 20
     # Only penalties are sampled outside of the graph.
-    assert emulated._runner._graphs._graphs[4]._sample.replays == (0 if presence else 20)
+    assert emulated._runner._graphs.decode._graphs[4].sample.replays == (0 if presence else 20)
     # Padding must write nowhere but to the scratch row and page.
     state = emulated._runner._runner.state
     assert (state.page_table[3:] == state.kv.num_pages).all()
@@ -157,15 +172,25 @@ def test_the_ladder() -> None:
     assert len(sizes) == len(set(sizes)) < 25
 
 
+def test_the_buckets() -> None:
+    assert buckets(10) == [10]
+    assert buckets(100) == [64, 96, 100]
+    sizes = buckets(8192)
+    assert (sizes[0], sizes[-1]) == (64, 8192)
+    assert all(b <= 1.5 * a for a, b in pairwise(sizes))
+    assert all(b <= 1.25 * a for a, b in pairwise(sizes) if a >= 512)
+
+
 def test_graph_inputs_arrive_padded(no_cuda: None) -> None:
-    inputs = GraphInputs(4, CPU)
-    padding = dict.fromkeys(GraphInputs.FIELDS, 9.0)
+    inputs = GraphInputs(12, CPU)
+    padding = {"rows": 9, "uniform": 9, "cached": 9}
     for size in (4, 2):
-        inputs.fill(size, {"rows": torch.arange(2).numpy(), "uniform": torch.tensor([0.25]).numpy()}, padding)
-        views = inputs.views(size)
+        layout = {"rows": size, "uniform": size, "cached": 1}
+        inputs.fill(layout, {"rows": np.arange(2), "uniform": np.array([0.25], np.float32)}, padding)
+        views = inputs.views(layout)
         assert views["rows"].tolist() == [0, 1, 9, 9][:size]
         assert views["uniform"].tolist() == [0.25, 9, 9, 9][:size]
-        assert views["cached"].tolist() == [9] * size
+        assert views["cached"].tolist() == [9]
 
 
 def test_staging_keeps_values_dtypes_and_alignment(no_cuda: None) -> None:

@@ -16,11 +16,24 @@ from minisgl.layers.ops import Ops
 ROWS = 4
 
 
-def forward_batch(steps, table, page_size, device):
-    """``steps``: (row, cached, new) of each request, those with one new token first."""
+def forward_batch(steps, table, page_size, device, surplus=None):
+    """``steps``: (row, cached, new) of each request, those with one new token first.
+
+    With ``surplus`` it is a step of a mixed graph, with so many tokens too many.
+    """
     rows, cached, new = (np.array(column, np.int32) for column in zip(*steps, strict=True))
+    host = HostPlan.of(cached, new)
+    if surplus is not None:
+        missing = ROWS + 1 - len(rows)
+        rows, cached, new = (
+            np.pad(a, (0, missing), constant_values=v) for a, v in ((rows, ROWS), (cached, 0), (new, 0))
+        )
     cu_new = np.cumsum([0, *new]).astype(np.int32)
     positions = np.concatenate([np.arange(c, c + n) for c, n in zip(cached, new, strict=True)]).astype(np.int32)
+    token_rows = np.repeat(rows, new)
+    if surplus is not None:
+        positions = np.pad(positions, (0, surplus))
+        token_rows = np.pad(token_rows, (0, surplus), constant_values=ROWS)
 
     def put(array):
         return torch.from_numpy(array).to(device)
@@ -29,20 +42,22 @@ def forward_batch(steps, table, page_size, device):
     return ForwardBatch(
         input_ids=torch.zeros_like(positions_on),
         positions=positions_on,
-        slots=token_slots(table, put(np.repeat(rows, new)), positions_on, page_size),
+        slots=token_slots(table, put(token_rows), positions_on, page_size),
         rows=put(rows),
         cached=put(cached),
         seq_lens=put(cached + new),
         cu_new=put(cu_new),
         page_table=table,
         page_size=page_size,
-        host=HostPlan.of(cached, new),
+        host=host,
+        graph=None if surplus is None else "mixed",
     )
 
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
-def test_steps_agree_with_the_reference(rng, device, on_gpu, fused, windows):
+@pytest.mark.parametrize("surplus", [None, 0, 5])
+def test_steps_agree_with_the_reference(rng, device, on_gpu, fused, windows, surplus):
     big = 13 if on_gpu else 1
     scenario = [
         [(0, 0, 7 * big), (2, 0, 3)],
@@ -65,18 +80,26 @@ def test_steps_agree_with_the_reference(rng, device, on_gpu, fused, windows):
         specs = [make_spec(rng, heads, kv_heads, dim, dtype, device, window=window) for window in windows]
         for steps in scenario:
             outs = []
-            batches = [forward_batch(steps, table, page_size, device) for _ in backends]
-            tokens = batches[0].num_tokens
+            batches = [forward_batch(steps, table, page_size, device, extra) for extra in (surplus, None)]
+            real, tokens = batches[1].num_tokens, batches[0].num_tokens
             qkvs = [randn(rng, tokens, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device) for _ in specs]
             for backend, pool, batch in zip(backends, pools, batches, strict=True):
                 backend.prepare(batch)
-                for spec, qkv in zip(specs, qkvs, strict=True):
+                backend.begin(batch)
+                for spec, all_qkv in zip(specs, qkvs, strict=True):
+                    qkv = all_qkv[: batch.num_tokens].clone()
                     if fused:
-                        outs.append(backend.forward_qkv(qkv.clone(), spec, pool, batch))
+                        out = backend.forward_qkv(qkv, spec, pool, batch)
                     else:
-                        q, k, v = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
-                        outs.append(backend.forward(q, k, v, spec, pool, batch))
+                        q, k, v = qkv.view(len(qkv), -1, dim).split([heads, kv_heads, kv_heads], 1)
+                        out = backend.forward(q, k, v, spec, pool, batch)
+                    assert not out.isnan().any()
+                    outs.append(out[:real].clone())
             for out, reference in zip(outs[: len(specs)], outs[len(specs) :], strict=True):
                 assert_close(out, reference, factor=2)
-        assert_close(pools[0].k[0].nan_to_num(), pools[1].k[0].nan_to_num())
-        assert torch.equal(pools[0].v[0].nan_to_num(), pools[1].v[0].nan_to_num())
+        # Padding may write to the last page.
+        keys, values = (
+            [pool[0, :-1].nan_to_num() for pool in pair] for pair in zip(*((p.k, p.v) for p in pools), strict=False)
+        )
+        assert_close(*keys)
+        assert torch.equal(*values)
