@@ -35,13 +35,20 @@ from minisgl.kernel.triton.sampling import sample
 
 # Decode attention
 
+
+def _decode_option(tile: int, programs: int, warps: int, stages: int, min_units: int = 1) -> DecodeConfig:
+    """With as many registers as so many programs on one multiprocessor leave."""
+    registers = min(255, 65536 // (programs * warps * 32) // 8 * 8)
+    return DecodeConfig(tile, programs, warps, stages, min_units, registers)
+
+
 DECODE_OPTIONS = [
-    *(DecodeConfig(64, per_sm, 4, stages) for per_sm, stages in ((2, 3), (3, 3), (2, 4), (3, 2), (4, 2))),
-    *(DecodeConfig(32, per_sm, 4, stages) for per_sm, stages in ((4, 4), (4, 3), (6, 3))),
-    *(DecodeConfig(32, per_sm, 2, stages) for per_sm, stages in ((4, 4), (6, 3), (8, 2))),
-    *(DecodeConfig(128, per_sm, warps, stages) for per_sm, stages in ((1, 3), (2, 2)) for warps in (4, 8)),
-    DecodeConfig(64, 2, 4, 3, min_units=2),
-    DecodeConfig(64, 3, 4, 3, min_units=4),
+    *(_decode_option(64, programs, 4, stages) for programs, stages in ((2, 3), (3, 3), (2, 4), (4, 2))),
+    *(_decode_option(32, programs, 4, stages) for programs, stages in ((3, 4), (4, 4), (4, 3))),
+    *(_decode_option(32, programs, 2, stages) for programs, stages in ((4, 4), (6, 3), (8, 2))),
+    *(_decode_option(128, programs, warps, stages) for programs, stages in ((1, 3), (2, 2)) for warps in (4, 8)),
+    _decode_option(64, 3, 4, 3, min_units=2),
+    _decode_option(64, 3, 4, 3, min_units=4),
 ]
 
 

@@ -40,10 +40,26 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """Tiles of K and V of about 16 KiB each; several programs per multiprocessor keep enough loads in flight."""
+    """Tiles of K and V of about 16 KiB each; several programs per multiprocessor keep enough loads in flight.
+
+    The bound on registers is what lets so many programs run at once, as their shares of the work assume.
+    """
     row = power_of_2(head_dim) * itemsize
-    tile = max(16, min(128, 16384 // row))
-    return DecodeConfig(tile=tile, programs_per_sm=2, num_warps=4, num_stages=3)
+    tile = max(16, min(64, 16384 // row))
+    if row <= 256:
+        return DecodeConfig(tile=tile, programs_per_sm=3, num_warps=4, num_stages=3, max_registers=168)
+    return DecodeConfig(tile=tile, programs_per_sm=2, num_warps=4, num_stages=3, max_registers=255)
+
+
+@triton.jit
+def _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests):
+    """First unit, first unit of the next, length and table row of a request; any numbers past the last one."""
+    real = request < num_requests
+    first = tl.load(plan_ptr + 2 + request, mask=real, other=0)
+    end = tl.load(plan_ptr + 3 + request, mask=real, other=0)
+    length = tl.load(seq_lens_ptr + request, mask=real, other=0)
+    row = tl.load(rows_ptr + request, mask=real, other=0)
+    return first, end, length, row
 
 
 @triton.jit
@@ -104,7 +120,7 @@ def _merge_parts(
 
 
 @triton.jit(
-    do_not_specialize=["num_requests", "num_programs", "num_slots"],
+    do_not_specialize=["table_stride", "num_requests", "num_programs", "num_slots"],
     do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "slots_ptr"],
 )
 def _decode_kernel(
@@ -112,6 +128,7 @@ def _decode_kernel(
     k_pool_ptr,
     v_pool_ptr,
     table_ptr,
+    table_stride,
     rows_ptr,
     seq_lens_ptr,
     slots_ptr,
@@ -129,7 +146,6 @@ def _decode_kernel(
     num_slots,
     scale,
     Q_STRIDE: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUP_POW2: tl.constexpr,
@@ -162,15 +178,12 @@ def _decode_kernel(
     request = tl.load(plan_ptr + 3 + num_requests + program)
     unit = program * total // busy
     last_unit = tl.where(program < busy, (program + 1) * total // busy, unit)
+    first, end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
     wait_for_previous(PDL)
     while unit < last_unit:
-        first = tl.load(plan_ptr + 2 + request)
-        end = tl.load(plan_ptr + 3 + request)
         stop = tl.minimum(last_unit, end)
         if FIXED:
             stop = unit + 1
-        length = tl.load(seq_lens_ptr + request)
-        row = tl.load(rows_ptr + request)
         start = window_start(length, WINDOW)
         low = start // TILE * TILE + (unit - first) * (UNIT * TILE)
         high = tl.minimum(start // TILE * TILE + (stop - first) * (UNIT * TILE), length)
@@ -213,9 +226,10 @@ def _decode_kernel(
             q = tl.load(q_ptr + query + d[None, :], mask=head_mask & in_head[None, :], other=0.0)
 
         top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
-        weight_sum = tl.zeros((BLOCK_G,), tl.float32)
+        # Summed over tokens at the end only: a sum over a tile is a barrier among the warps.
+        weights = tl.zeros((BLOCK_G, TILE), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        table = table_ptr + row.to(tl.int64) * TABLE_STRIDE
+        table = table_ptr + row.to(tl.int64) * table_stride
         # Where a tile lies is looked up one tile ahead, so that its loads never wait for an address.
         slot = page_slots(table, low, high, PAGE, TILE)
         for tile in range(low, high, TILE):
@@ -230,12 +244,13 @@ def _decode_kernel(
             # The scale comes in here, where it costs nothing: a multiplication and a subtraction are one instruction.
             keep = tl.exp2(top * scale - new_top * scale)
             weight = tl.exp2(score * scale - (new_top * scale)[:, None])
-            weight_sum = weight_sum * keep + tl.sum(weight, axis=1)
+            weights = weights * keep[:, None] + weight
             v = tl.load(v_pool_ptr + place, mask=mask, other=0.0)
             acc = tl.dot(weight.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
             top = new_top
             slot = page_slots(table, tile + TILE, high, PAGE, TILE)
 
+        weight_sum = tl.sum(weights, axis=1)
         # Which part of its request this is, and where the parts lie.
         if FIXED:
             parts = end - first
@@ -285,8 +300,8 @@ def _decode_kernel(
                 tl.store(out + gg * HEAD_DIM + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=real)
                 tl.store(counter, 0)  # for the next layer
         unit = stop
-        if stop == end:
-            request += 1
+        request += tl.where(stop == end, 1, 0)
+        first, end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
 
 
 _launch_decode = Launcher(_decode_kernel)
@@ -378,6 +393,7 @@ def decode_attention(
         k_pool,
         v_pool,
         page_table,
+        page_table.stride(0),
         rows,
         seq_lens,
         fused.slots if fused else None,
@@ -395,7 +411,6 @@ def decode_attention(
         workspace.num_slots,
         spec.scale * LOG2_E,
         Q_STRIDE=source.stride(0),
-        TABLE_STRIDE=page_table.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=group,
         GROUP_POW2=group_pow2,

@@ -124,12 +124,16 @@ def _attend_tiles(
     return acc, top, weight_sum
 
 
-@triton.jit(do_not_specialize=["num_blocks"], do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "cu_new_ptr"])
+@triton.jit(
+    do_not_specialize=["table_stride", "num_blocks"],
+    do_not_specialize_on_alignment=["rows_ptr", "seq_lens_ptr", "cu_new_ptr"],
+)
 def _prefill_kernel(
     q_ptr,
     k_pool_ptr,
     v_pool_ptr,
     table_ptr,
+    table_stride,
     rows_ptr,
     seq_lens_ptr,
     cu_new_ptr,
@@ -138,7 +142,6 @@ def _prefill_kernel(
     out_ptr,
     scale,
     Q_STRIDE: tl.constexpr,
-    TABLE_STRIDE: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -154,14 +157,15 @@ def _prefill_kernel(
     block = tl.program_id(1)
     heads: tl.constexpr = NUM_KV_HEADS * GROUP
     kv_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
-    wait_for_previous(PDL)
+    # Not written by the kernel right before this one, so it need not be waited for.
     request = tl.load(blocks_ptr + block)
     first_row = tl.load(blocks_ptr + num_blocks + block)
     begin = tl.load(cu_new_ptr + request)
     new = tl.load(cu_new_ptr + request + 1) - begin
     begin -= tl.load(cu_new_ptr)
     length = tl.load(seq_lens_ptr + request)
-    table = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * TABLE_STRIDE
+    table = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
+    wait_for_previous(PDL)
 
     row = first_row + tl.arange(0, ROWS)
     token = row // GROUP
@@ -237,6 +241,7 @@ def prefill_attention(
         k_pool,
         v_pool,
         page_table,
+        page_table.stride(0),
         rows,
         seq_lens,
         cu_new,
@@ -245,7 +250,6 @@ def prefill_attention(
         out,
         spec.scale * LOG2_E,
         Q_STRIDE=q.stride(0),
-        TABLE_STRIDE=page_table.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=spec.num_heads // spec.num_kv_heads,
         HEAD_DIM=spec.head_dim,
