@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Attention(nn.Module):
-    """(T, hidden_size) -> (T, hidden_size). Heads are cut between the ranks.
+    """Works on the residual stream (T, hidden_size), after ``norm``. Heads are cut between the ranks.
 
     ``cos_sin`` is the rope table, one tensor that all layers share.
     """
@@ -56,5 +56,14 @@ class Attention(nn.Module):
             norm_eps=config.rms_norm_eps,
         )
 
-    def forward(self, x: torch.Tensor, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
-        return self.o_proj(backend.forward_qkv(self.qkv_proj(x), self.spec, kv, batch))
+    def forward(
+        self,
+        norm: RMSNorm,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
+        batch: ForwardBatch,
+        kv: KVPool,
+        backend: AttentionBackend,
+    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+        qkv, residual = self.qkv_proj.of_normed(norm, x, residual)
+        return self.o_proj.onto(backend.forward_qkv(qkv, self.spec, kv, batch), residual)

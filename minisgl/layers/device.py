@@ -31,33 +31,73 @@ class CpuOps(Ops):
 class TritonOps(Ops):
     """The Triton kernels of an NVIDIA GPU. Rope is torch's here too, and for the same reason."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         # Triton takes its time to import, and is not there on every machine.
-        from ..kernel.triton import activation, norm
+        from ..kernel.triton import activation, launch, norm
 
         self._norm = norm
         self._activation = activation
+        self._pdl = launch.supports_pdl(device)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._norm.rms_norm(x, weight, eps)
+        return self._norm.rms_norm(x, weight, eps, pdl=self._pdl)
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._norm.add_rms_norm(x, residual, weight, eps)
+        return self._norm.add_rms_norm(x, residual, weight, eps, pdl=self._pdl)
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        return self._activation.silu_and_mul(x)
+        return self._activation.silu_and_mul(x, pdl=self._pdl)
+
+
+class TritonWeight(PlainWeight):
+    """On an NVIDIA GPU. A single row goes through one kernel with what stands before and after the product.
+
+    That is a fifth faster than separate kernels for a small model; from two rows on the library's product is faster.
+    """
+
+    def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        super().__init__(matrix, bias)
+        from ..kernel.triton import launch, linear
+
+        self._linear = linear.fused_linear
+        self._pdl = launch.supports_pdl(matrix.device)
+
+    def fuses(self, rows: int) -> bool:
+        return rows == 1
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        return self._linear(
+            x,
+            self.matrix,
+            bias=self.bias,
+            norm=norm,
+            eps=eps,
+            residual=residual,
+            epilogue="silu_and_mul" if gated else "none",
+            pdl=self._pdl,
+        )
 
 
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type == "cuda":
-        return TritonOps()
+        return TritonOps(device)
     kernels = _cpu_kernels(device, dtype)
     return Ops() if kernels is None else CpuOps(kernels)
 
 
 def make_pack(device: torch.device, dtype: torch.dtype) -> Pack:
+    if device.type == "cuda":
+        return TritonWeight
     kernels = _cpu_kernels(device, dtype)
     return PlainWeight if kernels is None else kernels.pack
 

@@ -3,7 +3,9 @@
     column parallel     each rank has some of the outputs        no communication
     row parallel        each rank has some of the inputs         all-reduce of the outputs
 
-A column layer feeds a row layer, so a pair of them costs one all-reduce.
+A column layer feeds a row layer, so a pair of them costs one all-reduce. Both know the residual stream: a column layer
+begins with its norm, a row layer ends with the addition to it. The stream travels as a pair (x, residual), where ``x``
+has still to be added; None says that it has been. Whoever norms adds on the way.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ from torch import nn
 from ..distributed.sharding import HeadShards, Shard
 from .context import BuildContext
 from .loading import LoadedModule, Target
-from .weight import Weight
+from .norm import RMSNorm
+from .weight import FusingWeight, Weight
 
 
 class Linear(LoadedModule, nn.Module):
@@ -27,6 +30,8 @@ class Linear(LoadedModule, nn.Module):
     """
 
     product: Weight
+    fusing: FusingWeight | None
+    """The same, if it is one that fuses."""
 
     def __init__(self, inputs: Shard, parts: dict[str, Shard], bias: bool, context: BuildContext) -> None:
         super().__init__()
@@ -50,9 +55,20 @@ class Linear(LoadedModule, nn.Module):
 
     def finalize(self) -> None:
         self.product = self.pack(self.weight.take(), self.bias.take() if self.bias else None)
+        self.fusing = self.product if isinstance(self.product, FusingWeight) else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.product.matmul(x)
+
+    def of_normed(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor, *, gated: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product with the norm of the stream, and the stream; ``gated``: silu(first half) * second half."""
+        if x is None and self.fusing is not None and self.fusing.fuses(residual.shape[0]):
+            return self.fusing.fused(residual, norm=norm.weight, eps=norm.eps, gated=gated), residual
+        x, residual = norm(x, residual)
+        out = self.product.matmul(x)
+        return (norm.ops.silu_and_mul(out) if gated else out), residual
 
 
 class ReplicatedLinear(Linear):
@@ -93,3 +109,11 @@ class RowLinear(Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.comm.all_reduce(self.product.matmul(x))
+
+    def onto(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The stream with the product added to it, or beside it."""
+        if self.fusing is not None and self.fusing.fuses(x.shape[0]):
+            # Rank 0 adds it to its part of the sum.
+            added = residual if self.comm.rank == 0 else None
+            return None, self.comm.all_reduce(self.fusing.fused(x, residual=added))
+        return self(x), residual

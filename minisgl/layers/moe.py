@@ -13,10 +13,12 @@ from ..moe.base import Experts, experts_class
 from .context import BuildContext
 from .linear import ReplicatedLinear
 from .loading import LoadedModule, Target
+from .norm import RMSNorm
 
 
 class SparseMoE(nn.Module):
-    """(T, hidden_size) -> (T, hidden_size). Every rank has its part of the inner dimension of all experts."""
+    """Works on the residual stream (T, hidden_size), after ``norm``. Every rank has its part of the inner dimension of
+    all experts."""
 
     def __init__(self, hidden_size: int, config: MoEConfig, context: BuildContext) -> None:
         super().__init__()
@@ -26,9 +28,12 @@ class SparseMoE(nn.Module):
         self.gate = ReplicatedLinear(hidden_size, config.num_experts, False, context)
         self.experts = ExpertWeights(hidden_size, config, context)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = norm(x, residual)
         mixed = self.experts.product.forward_routed(x, self.gate(x), self.top_k, self.norm_topk_prob)
-        return self.comm.all_reduce(mixed)
+        return self.comm.all_reduce(mixed), residual
 
 
 class ExpertWeights(LoadedModule, nn.Module):

@@ -29,8 +29,8 @@ class RMSNorm(LoadedModule, nn.Module):
     def finalize(self) -> None:
         self.weight = self.storage.take()
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds ``x`` to the residual stream: returns (its norm, the stream). Without ``residual`` the stream starts."""
-        if residual is None:
-            return self.ops.rms_norm(x, self.weight, self.eps), x
+    def forward(self, x: torch.Tensor | None, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds ``x``, if there is something to add, to the residual stream: returns (its norm, the stream)."""
+        if x is None:
+            return self.ops.rms_norm(residual, self.weight, self.eps), residual
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)

@@ -7,7 +7,7 @@ up rows at the bottom of the model and multiplies at its top, so nothing is stor
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,30 @@ class Weight(Protocol):
 
     def lookup(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows ``ids`` (M) of the matrix: (M, cols)."""
+        ...
+
+
+@runtime_checkable
+class FusingWeight(Weight, Protocol):
+    """One that can do what stands before and after the product in the same go, where that is faster."""
+
+    def fuses(self, rows: int) -> bool:
+        """Whether it is for so many rows."""
+        ...
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        *,
+        norm: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """``rms_norm(x) @ matrix.T + bias``, then ``silu(gate) * up`` of its halves if ``gated``, then ``+ residual``.
+
+        ``norm`` is the norm's weight; None means no norm.
+        """
         ...
 
 

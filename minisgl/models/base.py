@@ -22,10 +22,14 @@ if TYPE_CHECKING:
     from .config import ModelConfig
 
 
+Stream = tuple[torch.Tensor | None, torch.Tensor]
+"""The residual stream: what has still to be added to it (None: nothing), and the stream, both (T, hidden_size)."""
+
+
 class DecoderLayer(nn.Module):
     """Attention and an MLP, each after a norm and added to the residual stream.
 
-    ``x`` is what the previous layer has not added to ``residual`` yet: every norm adds it on its way, in one operation.
+    ``x`` is what the previous half has not added to ``residual`` yet, if anything: a norm adds it on its way.
     """
 
     def __init__(self, config: ModelConfig, attention: Attention, mlp: nn.Module, context: BuildContext) -> None:
@@ -37,20 +41,20 @@ class DecoderLayer(nn.Module):
 
     def attend(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
+        x: torch.Tensor | None,
+        residual: torch.Tensor,
         batch: ForwardBatch,
         kv: KVPool,
         backend: AttentionBackend,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Stream:
         """The first half of the layer: the only place where tokens see each other."""
-        x, residual = self.input_layernorm(x, residual)
-        return self.self_attn(x, batch, kv, backend), residual
+        stream: Stream = self.self_attn(self.input_layernorm, x, residual, batch, kv, backend)
+        return stream
 
-    def feed(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def feed(self, x: torch.Tensor | None, residual: torch.Tensor) -> Stream:
         """The second half, token by token."""
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        stream: Stream = self.mlp(self.post_attention_layernorm, x, residual)
+        return stream
 
 
 class Decoder(nn.Module):
@@ -62,16 +66,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
 
     def forward(self, batch: ForwardBatch, kv: KVPool, backend: AttentionBackend) -> torch.Tensor:
-        x, residual = self.embed_tokens(batch.input_ids), None
+        x, residual = None, self.embed_tokens(batch.input_ids)
         *others, last = self._in_order
         for layer in others:
             x, residual = layer.feed(*layer.attend(x, residual, batch, kv, backend))
         x, residual = last.attend(x, residual, batch, kv, backend)
         if batch.logit_index is not None:
             # The last layer's KV is stored by now: what follows is only for the tokens that somebody asked for.
-            x, residual = x[batch.logit_index], residual[batch.logit_index]
-            if not len(x):
-                return x
+            x, residual = None if x is None else x[batch.logit_index], residual[batch.logit_index]
+            if not len(residual):
+                return residual
         hidden, _ = self.norm(*last.feed(x, residual))
         return hidden
 

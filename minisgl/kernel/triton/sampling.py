@@ -417,7 +417,7 @@ def sample(
         ids,
         **shape,
         types=types,
-        BLOCK_CHUNKS=power_of_2(chunks),
+        BLOCK_CHUNKS=max(32, power_of_2(chunks)),  # Triton 3.6 cannot compile the kernel with one
         COLLECT=COLLECT,
         num_warps=16,
         pdl=pdl,
