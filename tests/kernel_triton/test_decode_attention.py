@@ -34,7 +34,7 @@ def make_workspace(spec, lengths, dtype, device, on_gpu, fixed=False):
         dtype,
         device,
         fixed=fixed,
-        max_tokens=sum(lengths),
+        max_tokens=4 * sum(lengths),  # room for smaller units than the workspace's own
         config=None if on_gpu else small,
     )
 
@@ -129,3 +129,18 @@ def test_one_long_request_is_shared_by_all_programs(rng, device, on_gpu):
     assert workspace.plans[None][1] == min(workspace.num_programs, -(-length // workspace.config.tile))
     q = randn(rng, 1, 2, 64, dtype=torch.float32, device=device)
     assert_close(run(paged, spec, q, workspace), paged.reference(q, [1], spec))
+
+
+def test_requests_without_length_at_the_end_are_left_out(rng, device, on_gpu):
+    paged = Paged.make(rng, [40, 9, 1], 16, 1, 64, torch.float32, device)
+    spec = make_spec(rng, 2, 1, 64, torch.float32, device)
+    q = randn(rng, 3, 2, 64, dtype=torch.float32, device=device)
+    workspace = make_workspace(spec, LENGTHS, torch.float32, device, on_gpu)
+    expected = paged.reference(q, [1] * 3, spec)
+    for left in (2, 0):
+        lengths = paged.seq_lens.clone()
+        paged.seq_lens = torch.where(torch.arange(3, device=device) < left, lengths, 0).int()
+        out = run(paged, spec, q, workspace)
+        paged.seq_lens = lengths
+        assert torch.allclose(out[:left], expected[:left], atol=1e-5)
+        assert out[left:].isnan().all()
