@@ -377,8 +377,8 @@ def decode_attention(
 
     ``q`` is (B, Hq, D) with contiguous heads, its K and V being in the pool already, or a :class:`FusedQKV`. ``k_pool``
     and ``v_pool`` are (pages, page_size, Hkv, D), contiguous; ``rows`` and ``seq_lens`` (B) int32; ``out`` (B, Hq * D),
-    contiguous. Requests at the end may have length 0: they are left out, and their rows of ``out`` are not written. With
-    ``pdl`` the kernel right before this one must not be the one that made the plan.
+    contiguous. Requests at the end may have length 0: they are left out, and their rows of ``out`` are not written.
+    With ``pdl`` the kernel right before this one must not be the one that made the plan.
     """
     fused = q if isinstance(q, FusedQKV) else None
     source = fused.qkv if fused else q
