@@ -46,14 +46,20 @@ class TorchCommunicator(Communicator):
         else:
             # All ranks are on this host: stay on the loopback, whatever the host's name resolves to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(rendezvous), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-            device_id=device if device.type == "cuda" else None,
-        )
+        try:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=dist.FileStore(str(rendezvous), world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                device_id=device if device.type == "cuda" else None,
+            )
+        except BaseException:
+            # torch numbers the groups of a process, and ranks only meet under the same number. A group that failed
+            # keeps its number, unlike one that was destroyed, and the next one here would wait for ever.
+            dist.distributed_c10d._world.group_count = 0
+            raise
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu" and self.world_size > 2:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,24 @@ def test_one_rank_needs_no_group() -> None:
 def test_a_missing_rank_is_an_error_and_no_hang(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError):
         make_communicator(0, 2, torch.device("cpu"), tmp_path / "rendezvous", timeout=0.5)
+
+
+def test_a_failed_meeting_does_not_spoil_the_next_one(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError):
+        make_communicator(0, 2, torch.device("cpu"), tmp_path / "first", timeout=0.5)
+    other = multiprocessing.get_context("spawn").Process(target=second_rank, args=(tmp_path / "second",), daemon=True)
+    other.start()
+    comm = make_communicator(0, 2, torch.device("cpu"), tmp_path / "second", timeout=60)
+    assert comm.all_reduce(torch.ones(3)).tolist() == [3.0, 3.0, 3.0]
+    other.join(30)
+    comm.close()
+    assert other.exitcode == 0
+
+
+def second_rank(rendezvous: Path) -> None:
+    comm = make_communicator(1, 2, torch.device("cpu"), rendezvous, timeout=60)
+    comm.all_reduce(torch.full((3,), 2.0))
+    comm.close()
 
 
 def test_several_ranks_need_a_rendezvous() -> None:
