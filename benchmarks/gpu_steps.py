@@ -1,6 +1,6 @@
 """Steps of the engine on a GPU, driven by the scheduler: steady decode, and streams beside arriving prompts.
 
-    python benchmarks/gpu_steps.py --model benchmarks/configs/qwen3-0.6b [--only decode,mixed,profile]
+    python benchmarks/gpu_steps.py --model benchmarks/configs/qwen3-0.6b [--only decode,mixed,offline,profile]
 
 Prints one JSON object per line:
 
@@ -8,6 +8,7 @@ Prints one JSON object per line:
                 and how long the host is busy with a step (all of the scheduler's and the engine's Python)
     mixed       R running streams, and a new prompt of P tokens every T milliseconds: the gap between two tokens of a
                 stream, over that of pure decode
+    offline     where the GPU's time goes in the offline benchmark (offline.py), by the number of requests in a step
     profile     where the GPU's time goes in a window of steady decode, kernel by kernel
 
 Weights are dummies. Idle time is between the end of a step's work on the stream and the beginning of the next one's.
@@ -25,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from offline import lengths_and_prompts
 
 from minisgl.core import Batch, BatchResult, InFlight, SamplingParams
 from minisgl.engine.config import EngineConfig
@@ -39,6 +41,8 @@ class Measured:
 
     engine: TorchEngine
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    shapes: list[tuple[int, int, int]] = field(default_factory=list)
+    """Requests, new tokens, and tokens attended to of each step."""
     waited: float = 0.0
 
     def __post_init__(self) -> None:
@@ -51,6 +55,7 @@ class Measured:
         flight = self.engine.launch(batch)
         end.record(self.stream)
         self.spans.append((start, end))
+        self.shapes.append((batch.size, batch.num_tokens, int(batch.cached.sum()) + batch.num_tokens))
         return _Waiting(self, flight)
 
     def close(self) -> None:
@@ -58,6 +63,7 @@ class Measured:
 
     def reset(self) -> None:
         self.spans.clear()
+        self.shapes.clear()
         self.waited = 0.0
 
 
@@ -181,6 +187,33 @@ class Bench:
             "prompts_per_s": round(arrivals / seconds, 1),
         }
 
+    def offline(self, sequences: int) -> None:
+        """Steps with prompts come first, then those of single tokens by their number, in classes of 32."""
+        shape = argparse.Namespace(seed=0, num_seqs=sequences, min_len=100, max_len=1024)
+        prompts, outputs = lengths_and_prompts(shape, self.engine.info.vocab_size)
+        self.engine.reset()
+        begin = time.perf_counter()
+        for prompt, output in zip(prompts, outputs, strict=True):
+            self.submit(len(prompt), output)
+        while self.scheduler.step():
+            pass
+        wall = time.perf_counter() - begin
+        spans, shapes = self.engine.spans, np.array(self.engine.shapes)
+        torch.cuda.synchronize()
+        times = np.array([a.elapsed_time(b) for a, b in spans])
+        idle = sum(a[1].elapsed_time(b[0]) for a, b in itertools.pairwise(spans))
+        rate, waits = sum(outputs) / wall, self.engine.waited
+        print(f"{rate:.0f} tok/s, {wall:.3f} s: GPU idle {idle / 1e3:.3f} s, host waits {waits:.3f} s")
+        kinds = np.where(shapes[:, 1] > shapes[:, 0], -1, (shapes[:, 0] - 1) // 32)
+        for kind in np.unique(kinds):
+            some = kinds == kind
+            name = "with prompts" if kind < 0 else f"{32 * kind + 1} to {32 * kind + 32} requests"
+            tokens, seen = shapes[some, 1].sum(), shapes[some, 2].mean()
+            print(
+                f"  {name:20s} {some.sum():5d} steps {tokens:8d} tokens {times[some].sum() / 1e3:7.3f} s "
+                f"{times[some].mean():7.3f} ms each, {seen:9.0f} tokens attended to"
+            )
+
     def profile(self, running: int, context: int, steps: int = 10) -> None:
         uids = self.fill(running, context, 1000)
         for _ in range(5):
@@ -204,7 +237,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="benchmarks/configs/qwen3-0.6b")
     parser.add_argument("--attn", default="auto")
-    parser.add_argument("--only", default="decode,mixed", help="of decode, mixed, profile")
+    parser.add_argument("--only", default="decode,mixed", help="of decode, mixed, offline, profile")
     parser.add_argument("--running", type=int, default=256)
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256])
     parser.add_argument("--context", type=int, default=600)
@@ -215,6 +248,8 @@ def main() -> None:
     if "profile" in args.only:
         for batch in args.batch:
             bench.profile(batch, args.context)
+    if "offline" in args.only:
+        bench.offline(args.running)
     if "decode" in args.only:
         for batch in args.batch:
             print(json.dumps(bench.decode(batch, args.context, args.steps)), flush=True)

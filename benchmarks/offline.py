@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--attn", default="auto")
+    parser.add_argument("--token-budget", type=int, default=None, help="new tokens in a step (default: by device)")
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--min-len", type=int, default=100)
     parser.add_argument("--max-len", type=int, default=1024)
@@ -67,6 +68,7 @@ def main() -> None:
         tp=args.tp,
         attn=args.attn,
         max_running_req=args.num_seqs,
+        max_prefill_length=args.token_budget,
     ) as llm:
         started = time.perf_counter() - start
         vocab_size = llm.engine_info.vocab_size

@@ -46,4 +46,4 @@ def test_logits_in_bfloat16(tiny: Callable[[str], Tiny], variant: str) -> None:
     expected = torch.stack([case.reference_logits([*PROMPTS[1], 5])[-1], case.reference_logits(PROMPTS[0])[-1]])
     error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
     # A token near the border between two experts may go to the other one.
-    assert error.max() < (0.3 if "moe" in variant else 0.05)
+    assert error.max() < (0.3 if "moe" in variant else 0.1)

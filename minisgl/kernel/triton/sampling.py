@@ -376,9 +376,11 @@ def sample(
     if rows == 0:
         return ids
     chunks = triton.cdiv(vocab, CHUNK)
+    # Less than there are tokens: Triton 3.6 does not survive finding out that nothing has to be narrowed down.
+    collect = min(COLLECT, power_of_2(vocab) // 2)
     top, total = torch.empty((2, rows, chunks), dtype=torch.float32, device=device)
     argmax = torch.empty((rows, chunks), dtype=torch.int32, device=device)
-    collected = torch.empty((rows, COLLECT), dtype=torch.float32, device=device)
+    collected = torch.empty((rows, collect), dtype=torch.float32, device=device)
     counter = torch.empty(rows, dtype=torch.int32, device=device)
     types = (top_k.dtype,)
     shape = {
@@ -417,8 +419,8 @@ def sample(
         ids,
         **shape,
         types=types,
-        BLOCK_CHUNKS=max(32, power_of_2(chunks)),  # Triton 3.6 cannot compile the kernel with one
-        COLLECT=COLLECT,
+        BLOCK_CHUNKS=power_of_2(chunks),
+        COLLECT=collect,
         num_warps=16,
         pdl=pdl,
     )
