@@ -54,7 +54,7 @@ def tokenizer_directory(path: Path) -> Path:
         return path
     sources = [path / name for name in _SLOW_FILES if (path / name).is_file()]
     if not any(source.name != TOKENIZER_CONFIG for source in sources):
-        if not any(path.glob("*.safetensors")):
+        if (path / "config.json").is_file() and not any(path.glob("*.safetensors")):
             # A bare config.json, served with random weights: any tokenizer will do.
             logger.warning("%s has no tokenizer; bytes stand in for one.", path)
             return _kept(path, [path / "config.json"], lambda target: write_stand_in(path / "config.json", target))
