@@ -1,4 +1,4 @@
-"""Fixtures that several packages share."""
+"""What several packages share: a fixture, and the rule that tests of a GPU are skipped where there is none."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from pathlib import Path
 import pytest
 
 from minisgl.models.source import ModelNotAvailable, resolve_model
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not on_gpu:
+        return
+    # Only now: tests of the control plane alone do without torch.
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(scope="session")
