@@ -16,7 +16,6 @@ BACKENDS = {
     "torch": ("torch_reference", "TorchAttention"),
     "cpu": ("cpu", "CpuAttention"),
     "triton": ("triton", "TritonAttention"),
-    "fi": ("flashinfer", "FlashInferAttention"),
 }
 
 

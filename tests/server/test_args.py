@@ -23,7 +23,7 @@ def test_defaults() -> None:
 def test_all_flags() -> None:
     words = """--model m --dtype bfloat16 --device cpu --host ::1 --port 0 --tp 2 --num-pages 10 --page-size 1
         --memory-ratio 0.5 --max-running-req 3 --max-seq-len-override 4 --max-prefill-length 5 --cache naive
-        --attn fi,triton --cuda-graph-max-bs 16 --num-tokenizer 6 --num-api-server 7 --model-source modelscope
+        --attn torch,triton --cuda-graph-max-bs 16 --num-tokenizer 6 --num-api-server 7 --model-source modelscope
         --load-format dummy --served-model-name s --disable-overlap --seed 8 --silent-output
         --log-level debug --shell"""
     args = parse_args(words.split())
@@ -41,7 +41,7 @@ def test_all_flags() -> None:
         max_seq_len_override=4,
         max_prefill_length=5,
         cache="naive",
-        attn="fi,triton",
+        attn="torch,triton",
         cuda_graph_max_bs=16,
         num_tokenizer=6,
         num_api_server=7,
@@ -83,12 +83,12 @@ def test_wrong_flag_is_one_line(flags: str, line: str, capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", f"minisgl: {line}\n")
 
 
-@pytest.mark.parametrize("attn", ["torch", "auto", "cpu", "fi,triton"])
+@pytest.mark.parametrize("attn", ["torch", "auto", "cpu", "torch,triton"])
 def test_attention_names(attn: str) -> None:
     assert parse_args(["--attn", attn]).attn == attn
 
 
-@pytest.mark.parametrize("attn", ["flash", "auto,torch", "torch,", "a,b,c"])
+@pytest.mark.parametrize("attn", ["fi", "auto,torch", "torch,", "a,b,c"])
 def test_unknown_attention(attn: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--attn", attn])
