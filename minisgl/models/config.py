@@ -51,8 +51,6 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]
     torch_dtype: str | None
     """The dtype that the checkpoint names ("bfloat16"), None where it names none, as in GGUF files."""
-    end_token_ids: frozenset[int]
-    """From config.json and generation_config.json, or the GGUF metadata; the tokenizer may know others."""
     moe: MoEConfig | None = None
 
     @property
@@ -70,7 +68,7 @@ class ModelConfig:
                 return cls.from_dict(gguf_config(path), str(path))
             except GGUFError as error:
                 raise ConfigError(str(error)) from None
-        return cls.from_dict(_read_directory(path), str(path / "config.json"))
+        return cls.from_dict(_read_json(path / "config.json"), str(path / "config.json"))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str) -> ModelConfig:
@@ -78,18 +76,6 @@ class ModelConfig:
         if isinstance(raw.get("text_config"), dict):
             raw = {**raw, **raw["text_config"]}
         return _Reader(raw, where).read()
-
-
-def _read_directory(path: Path) -> dict[str, Any]:
-    """config.json, with the end tokens of generation_config.json added to its own."""
-    raw = _read_json(path / "config.json")
-    generation = path / "generation_config.json"
-    if generation.exists():
-        more = _token_ids(_read_json(generation).get("eos_token_id"))
-        own = _token_ids(raw.get("eos_token_id"))
-        if more:
-            raw["eos_token_id"] = sorted(own | more)
-    return raw
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -104,13 +90,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} does not hold a JSON object.")
     return raw
-
-
-def _token_ids(value: Any) -> set[int]:
-    """An id, a list of them, or nothing."""
-    if value is None:
-        return set()
-    return {value} if isinstance(value, int) else set(value)
 
 
 class _Reader:
@@ -139,7 +118,6 @@ class _Reader:
             rope = RopeConfig.from_dict(raw, head_dim, max_position)
         except ValueError as error:
             raise ConfigError(f"{self.where}: {error}") from None
-        llama_like = arch in ("LlamaForCausalLM", "MistralForCausalLM")
         return ModelConfig(
             architecture=arch,
             num_layers=num_layers,
@@ -157,7 +135,6 @@ class _Reader:
             rope=rope,
             sliding_windows=self._sliding_windows(num_layers),
             torch_dtype=raw.get("dtype") or raw.get("torch_dtype"),
-            end_token_ids=frozenset(_token_ids(raw.get("eos_token_id", 2 if llama_like else None))),
             moe=self._moe(num_layers) if arch == "Qwen3MoeForCausalLM" else None,
         )
 

@@ -13,7 +13,6 @@ GGUF_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", 
 """``general.architecture`` -> class. Files of Mistral models say "llama"."""
 
 _GGML_F32 = 0
-_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
@@ -50,9 +49,6 @@ def gguf_config(path: Path) -> dict[str, Any]:
         "sliding_window": window or None,
         "use_sliding_window": bool(window),
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
-        "eos_token_id": [
-            file.metadata[f"tokenizer.ggml.{key}"] for key in _END_KEYS if f"tokenizer.ggml.{key}" in file.metadata
-        ],
         "rope_parameters": _rope(file, head_dim),
     }
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +31,6 @@ def test_defaults_of_an_old_llama() -> None:
     assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 16, 1e-6)
     assert (config.rope.kind, config.rope.theta, config.rope.rotary_dim) == ("default", 10000.0, 16)
     assert not config.tie_word_embeddings
-    assert config.end_token_ids == {2}
     assert config.sliding_windows == (None, None)
     assert config.torch_dtype is None
 
@@ -52,7 +50,6 @@ def test_agrees_with_transformers(variant: str, tmp_path: Path) -> None:
     assert ours.num_layers == theirs.num_hidden_layers
     for name in ("hidden_size", "intermediate_size", "vocab_size", "rms_norm_eps", "tie_word_embeddings"):
         assert getattr(ours, name) == getattr(theirs, name)
-    assert ours.end_token_ids == {2}
     if ours.moe:
         assert ours.moe.num_experts == theirs.num_experts
 
@@ -70,24 +67,6 @@ def test_context() -> None:
     assert parse({"rope_scaling": yarn}).max_context == 1024
     assert parse({"rope_scaling": yarn, "max_position_embeddings": 2048}).max_context == 2048
     assert parse({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}).max_context == 256
-
-
-@pytest.mark.parametrize(
-    ("own", "generation", "expected"),
-    [
-        (2, None, {2}),
-        ([2, 5], None, {2, 5}),
-        (2, {"eos_token_id": [7, 8]}, {2, 7, 8}),
-        (None, {"eos_token_id": 9}, {9}),
-        (3, {}, {3}),
-        (None, None, set()),
-    ],
-)
-def test_end_tokens(own: Any, generation: dict | None, expected: set[int], tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "eos_token_id": own}))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert ModelConfig.from_path(tmp_path).end_token_ids == expected
 
 
 def test_nested_text_config() -> None:

@@ -25,7 +25,6 @@ def test_config(default_model: Path) -> None:
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert (config.rope.kind, config.rope.theta, config.max_context) == ("default", 100000.0, 8192)
     assert config.tie_word_embeddings
-    assert config.end_token_ids == {2}
 
 
 def test_every_tensor_has_its_place(default_model: Path) -> None:

@@ -57,7 +57,6 @@ def write_gguf(
     writer.add_token_list(VOCABULARY)
     writer.add_token_types([1] * len(VOCABULARY))
     writer.add_eos_token_id(2)
-    writer.add_eot_token_id(5)
     for key, value in (extra or {}).items():
         writer.add_key_value(f"{architecture}.{key}", value, gguf.GGUFValueType.get_type(value))
     tied = config.tie_word_embeddings

@@ -38,6 +38,8 @@ def test_end_tokens_are_the_union_of_all_files(save_model: SaveModel) -> None:
     ("files", "ends"),
     [
         ({}, set()),
+        ({"config": {"eos_token_id": [2, 5]}}, {2, 5}),
+        ({"generation_config": {"eos_token_id": 9}}, {9}),
         ({"config": {"text_config": {"eos_token_id": [4]}}}, {4}),
         ({"config": {"eos_token_id": None}, "special_tokens_map": {"eos_token": "</s>"}}, {1}),
     ],
