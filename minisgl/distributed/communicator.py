@@ -22,12 +22,8 @@ class Communicator(ABC):
         """The ranks' tensors side by side along the last dimension, in rank order."""
 
     @abstractmethod
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Overwrites ``x`` (contiguous) with that of rank ``source`` and returns it."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Returns when all ranks have come here."""
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        """Overwrites ``x`` (contiguous) with that of rank 0 and returns it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -46,11 +42,8 @@ class SingleCommunicator(Communicator):
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
-
-    def barrier(self) -> None:
-        pass
 
     def close(self) -> None:
         pass

@@ -78,12 +78,9 @@ class TorchCommunicator(Communicator):
         _all_gather(parts, x.contiguous())
         return parts.view(self.world_size, *x.shape)
 
-    def broadcast(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        dist.broadcast(x, source)
+    def broadcast(self, x: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(x, src=0)
         return x
-
-    def barrier(self) -> None:
-        dist.barrier()
 
     def close(self) -> None:
         if dist.is_initialized():
