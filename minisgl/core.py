@@ -131,10 +131,6 @@ class Sampling:
     uniform: Float32
     penalties: Penalties | None = None
 
-    @property
-    def all_greedy(self) -> bool:
-        return not self.temperature.any()
-
 
 @dataclass(slots=True)
 class Batch:
