@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 
 from minisgl.core import Int32
 
-from .allocator import PageAllocator
-
 Handle: TypeAlias = Any
 """A place in the cache, opaque to the caller; what :meth:`PrefixCache.lock` keeps from eviction."""
 
@@ -77,14 +75,3 @@ class PrefixCache(ABC):
     @abstractmethod
     def check(self) -> None:
         """Raises :class:`RuntimeError` when the inner books are wrong."""
-
-
-def make_cache(name: str, allocator: PageAllocator, page_size: int) -> PrefixCache:
-    """The prefix cache called ``name``: "radix" or "naive"."""
-    from .naive import NaiveCache
-    from .radix import RadixCache
-
-    kinds: dict[str, type[NaiveCache] | type[RadixCache]] = {"radix": RadixCache, "naive": NaiveCache}
-    if name not in kinds:
-        raise ValueError(f"There is no prefix cache {name!r}; choose one of {', '.join(kinds)}.")
-    return kinds[name](allocator, page_size)
