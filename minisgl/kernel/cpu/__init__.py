@@ -18,7 +18,7 @@ from .kernels import CpuKernels, PackedWeight
 
 __all__ = ["CpuKernels", "PackedWeight", "load"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def detect_isa() -> str:
@@ -35,5 +35,5 @@ def load(isa: str | None = None) -> CpuKernels | None:
     try:
         return CpuKernels(build_library(isa or detect_isa(), cache_dir() / "kernels"))
     except (BuildError, OSError) as error:
-        log.warning("Plain torch instead of the CPU kernels, several times slower: %s.", error)
+        logger.warning("Plain torch instead of the CPU kernels, several times slower: %s.", error)
         return None

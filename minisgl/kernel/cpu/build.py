@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 ISA_FLAGS = {
@@ -48,7 +48,7 @@ def build_library(isa: str, cache: Path) -> Path:
         with open(library.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
-                log.info("Compiling the CPU kernels for %s, once: a few seconds.", isa)
+                logger.info("Compiling the CPU kernels for %s, once: a few seconds.", isa)
                 _compile(compiler, isa, library)
     except OSError as error:
         raise BuildError(f"the cache directory cannot be written ({error})") from error
