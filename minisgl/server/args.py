@@ -11,11 +11,11 @@ from typing import Literal, NoReturn, get_args
 
 from minisgl.attention.registry import BACKENDS
 from minisgl.engine.config import Device, DType, LoadFormat
+from minisgl.models.source import ModelSource
 from minisgl.utils.logging import LEVELS
 from minisgl.version import __version__
 
 CacheName = Literal["radix", "naive"]
-ModelSource = Literal["huggingface", "modelscope"]
 
 DEFAULT_MODEL_NAME = "SmolLM2-135M-Instruct"
 """What the embedded default model is called in the API."""
