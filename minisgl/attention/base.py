@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ..engine.forward_batch import ForwardBatch
-    from ..engine.kv_pool import KVPool
-    from ..layers.ops import Ops
+    from minisgl.engine.forward_batch import ForwardBatch
+    from minisgl.engine.kv_pool import KVPool
+    from minisgl.layers.ops import Ops
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..kernel.cpu import load
+from minisgl.kernel.cpu import load
+
 from .base import AttentionBackend, AttentionSpec, BackendConfig
 
 if TYPE_CHECKING:
-    from ..engine.forward_batch import ForwardBatch
-    from ..engine.kv_pool import KVPool
-    from ..layers.ops import Ops
+    from minisgl.engine.forward_batch import ForwardBatch
+    from minisgl.engine.kv_pool import KVPool
+    from minisgl.layers.ops import Ops
 
 
 class CpuAttention(AttentionBackend):

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..layers.ops import Ops
+    from minisgl.layers.ops import Ops
+
     from .base import AttentionBackend, BackendConfig
 
 BACKENDS = {

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..engine.forward_batch import token_slots
+from minisgl.engine.forward_batch import token_slots
+
 from .base import AttentionBackend, AttentionSpec
 
 if TYPE_CHECKING:
-    from ..engine.forward_batch import ForwardBatch
-    from ..engine.kv_pool import KVPool
+    from minisgl.engine.forward_batch import ForwardBatch
+    from minisgl.engine.kv_pool import KVPool
 
 
 class TorchAttention(AttentionBackend):

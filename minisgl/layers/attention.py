@@ -7,16 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..attention.base import AttentionBackend, AttentionSpec
-from ..distributed.sharding import HeadShards
+from minisgl.attention.base import AttentionBackend, AttentionSpec
+from minisgl.distributed.sharding import HeadShards
+
 from .context import BuildContext
 from .linear import QKVLinear, RowLinear
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
-    from ..engine.forward_batch import ForwardBatch
-    from ..engine.kv_pool import KVPool
-    from ..models.config import ModelConfig
+    from minisgl.engine.forward_batch import ForwardBatch
+    from minisgl.engine.kv_pool import KVPool
+    from minisgl.models.config import ModelConfig
 
 
 class Attention(nn.Module):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..distributed.communicator import Communicator
+from minisgl.distributed.communicator import Communicator
+
 from .loading import Storage
 from .ops import Ops
 from .weight import Pack

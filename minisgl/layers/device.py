@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..kernel.cpu import CpuKernels
-from ..kernel.cpu import load as load_cpu_kernels
+from minisgl.kernel.cpu import CpuKernels
+from minisgl.kernel.cpu import load as load_cpu_kernels
+
 from .ops import Ops
 from .weight import Pack, PlainWeight
 
@@ -33,7 +34,7 @@ class TritonOps(Ops):
 
     def __init__(self, device: torch.device) -> None:
         # Triton takes its time to import, and is not there on every machine.
-        from ..kernel.triton import activation, launch, norm
+        from minisgl.kernel.triton import activation, launch, norm
 
         self._norm = norm
         self._activation = activation
@@ -59,7 +60,7 @@ class TritonWeight(PlainWeight):
 
     def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(matrix, bias)
-        from ..kernel.triton import launch, linear
+        from minisgl.kernel.triton import launch, linear
 
         self._linear = linear.fused_linear
         self._pdl = launch.supports_pdl(matrix.device)

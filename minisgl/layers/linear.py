@@ -15,7 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..distributed.sharding import HeadShards, Shard
+from minisgl.distributed.sharding import HeadShards, Shard
+
 from .context import BuildContext
 from .loading import LoadedModule, Target
 from .norm import RMSNorm

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..distributed.sharding import Shard
+from minisgl.distributed.sharding import Shard
 
 if TYPE_CHECKING:
     from torch import nn

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..distributed.sharding import Shard
+from minisgl.distributed.sharding import Shard
+
 from .context import BuildContext
 from .linear import ColumnLinear, RowLinear
 from .norm import RMSNorm

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..distributed.sharding import Shard
-from ..models.config import MoEConfig
-from ..moe.base import Experts, experts_class
+from minisgl.distributed.sharding import Shard
+from minisgl.models.config import MoEConfig
+from minisgl.moe.base import Experts, experts_class
+
 from .context import BuildContext
 from .linear import ReplicatedLinear
 from .loading import LoadedModule, Target

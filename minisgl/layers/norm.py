@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ..distributed.sharding import Shard
+from minisgl.distributed.sharding import Shard
+
 from .context import BuildContext
 from .loading import LoadedModule, Target
 

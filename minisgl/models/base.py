@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from ..distributed.sharding import HeadShards
-from ..layers.attention import Attention
-from ..layers.context import BuildContext
-from ..layers.embedding import Embedding, Head, TiedHead
-from ..layers.norm import RMSNorm
-from ..layers.rotary import rope_table
+from minisgl.distributed.sharding import HeadShards
+from minisgl.layers.attention import Attention
+from minisgl.layers.context import BuildContext
+from minisgl.layers.embedding import Embedding, Head, TiedHead
+from minisgl.layers.norm import RMSNorm
+from minisgl.layers.rotary import rope_table
 
 if TYPE_CHECKING:
-    from ..attention.base import AttentionBackend
-    from ..engine.forward_batch import ForwardBatch
-    from ..engine.kv_pool import KVPool
+    from minisgl.attention.base import AttentionBackend
+    from minisgl.engine.forward_batch import ForwardBatch
+    from minisgl.engine.kv_pool import KVPool
+
     from .config import ModelConfig
 
 

@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
-from ..distributed.communicator import Communicator, SingleCommunicator
-from ..layers.context import BuildContext
-from ..layers.device import default_moe, make_ops, make_pack
+from minisgl.distributed.communicator import Communicator, SingleCommunicator
+from minisgl.layers.context import BuildContext
+from minisgl.layers.device import default_moe, make_ops, make_pack
+
 from .base import CausalLM
 from .config import ModelConfig
 from .dummy import fill_dummy

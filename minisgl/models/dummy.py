@@ -9,7 +9,8 @@ from zlib import crc32
 import torch
 from torch import nn
 
-from ..layers.loading import LoadPlan, Target
+from minisgl.layers.loading import LoadPlan, Target
+
 from .weights import Progress
 
 STD = 0.02

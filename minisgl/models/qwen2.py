@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from ..layers.attention import Attention
-from ..layers.mlp import GatedMLP
+from minisgl.layers.attention import Attention
+from minisgl.layers.mlp import GatedMLP
+
 from .base import CausalLM, DecoderLayer
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..layers.attention import Attention
-from ..layers.mlp import GatedMLP
-from ..layers.moe import SparseMoE
+from minisgl.layers.attention import Attention
+from minisgl.layers.mlp import GatedMLP
+from minisgl.layers.moe import SparseMoE
+
 from .base import CausalLM, DecoderLayer
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..layers.loading import LoadPlan
+from minisgl.layers.loading import LoadPlan
 
 Progress = Callable[[int, int], None]
 """Called with the bytes loaded so far and their total."""

@@ -12,7 +12,8 @@ import logging
 
 import torch
 
-from ...env import cache_dir
+from minisgl.env import cache_dir
+
 from .build import BuildError, build_library
 from .kernels import CpuKernels, PackedWeight
 
