@@ -80,5 +80,5 @@ class DeviceDefaults:
 
 DEVICE_DEFAULTS = {
     "cpu": DeviceDefaults(max_running_req=64, token_budget=256, memory_ratio=0.3, cuda_graph_max_bs=0),
-    "cuda": DeviceDefaults(max_running_req=256, token_budget=4096, memory_ratio=0.9, cuda_graph_max_bs=256),
+    "cuda": DeviceDefaults(max_running_req=256, token_budget=8192, memory_ratio=0.9, cuda_graph_max_bs=256),
 }

@@ -40,15 +40,17 @@ class DecodeConfig:
 
 
 def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """Tiles of K and V of about 16 KiB each; several programs per multiprocessor keep enough loads in flight.
+    """Tiles of K and V of 8 KiB each; several programs per multiprocessor keep enough loads in flight.
 
-    The bound on registers is what lets so many programs run at once, as their shares of the work assume.
+    A program that is between two requests loads nothing, so many small ones serve short requests best. A part of a few
+    tiles is worth more than one program each, since somebody has to merge them.
     """
     row = power_of_2(head_dim) * itemsize
-    tile = max(16, min(64, 16384 // row))
     if row <= 256:
-        return DecodeConfig(tile=tile, programs_per_sm=3, num_warps=4, num_stages=3, max_registers=168)
-    return DecodeConfig(tile=tile, programs_per_sm=2, num_warps=4, num_stages=3, max_registers=255)
+        tile = max(16, min(64, 8192 // row))
+        return DecodeConfig(tile, programs_per_sm=4, num_warps=2, num_stages=4, min_units=3, max_registers=255)
+    tile = max(16, min(64, 16384 // row))
+    return DecodeConfig(tile, programs_per_sm=2, num_warps=4, num_stages=3, max_registers=255)
 
 
 @triton.jit

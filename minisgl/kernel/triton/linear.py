@@ -44,7 +44,11 @@ class LinearConfig:
 def linear_config(rows: int, outputs: int, inputs: int, gated: bool, itemsize: int) -> LinearConfig:
     """Enough programs for the whole device, each with all its weights in flight at once where K allows it."""
     if rows == 1:
-        block_k = power_of_2(inputs) if inputs <= 4096 else 1024
+        if inputs > 8192:
+            return LinearConfig(2 if gated else 4, 512, num_warps=1)
+        if inputs > 4096:
+            return LinearConfig(2, 1024, num_warps=1)
+        block_k = power_of_2(inputs)
         return LinearConfig(max(1, (2048 if gated else 4096) // block_k), block_k, num_warps=1)
     if itemsize == 4:
         return LinearConfig(16, 64, num_warps=4)

@@ -58,10 +58,56 @@ def norm_rope(
     return (own.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens"],
-    do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"],
-)
+@triton.jit
+def _rotate_heads(
+    source_ptr,  # element 0 of the first head
+    dest_ptr,
+    norm_ptr,
+    cos,  # (1, BLOCK_HALF) float32
+    sin,
+    eps,
+    COUNT: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Norm and rotation of COUNT heads of one token, all by the same angles, some at a time."""
+    i = tl.arange(0, BLOCK_HALF)[None, :]
+    j = tl.arange(0, BLOCK_REST)[None, :]
+    for first in tl.static_range(0, COUNT, BLOCK_H):
+        head = first + tl.arange(0, BLOCK_H)[:, None]
+        mask = (head < COUNT) & (i < HALF)
+        rest_mask = (head < COUNT) & (j < REST)
+        place = head * HEAD_DIM + i
+        rest_place = head * HEAD_DIM + 2 * HALF + j
+        low = tl.load(source_ptr + place, mask=mask, other=0.0)
+        high = tl.load(source_ptr + place + HALF, mask=mask, other=0.0)
+        rest = low
+        if REST > 0:
+            rest = tl.load(source_ptr + rest_place, mask=rest_mask, other=0.0)
+        if HAS_NORM:
+            wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+            square = tl.sum(wide_low * wide_low + wide_high * wide_high, axis=1)
+            if REST > 0:
+                square += tl.sum(rest.to(tl.float32) * rest.to(tl.float32), axis=1)
+            scale = tl.rsqrt(square / HEAD_DIM + eps)[:, None]
+            low = (wide_low * scale).to(low.dtype) * tl.load(norm_ptr + i, mask=i < HALF, other=0.0)
+            high = (wide_high * scale).to(low.dtype) * tl.load(norm_ptr + HALF + i, mask=i < HALF, other=0.0)
+            if REST > 0:
+                weight = tl.load(norm_ptr + 2 * HALF + j, mask=j < REST, other=0.0)
+                rest = (rest.to(tl.float32) * scale).to(low.dtype) * weight
+        wide_low, wide_high = low.to(tl.float32), high.to(tl.float32)
+        tl.store(dest_ptr + place, (wide_low * cos - wide_high * sin).to(low.dtype), mask=mask)
+        tl.store(dest_ptr + place + HALF, (wide_high * cos + wide_low * sin).to(low.dtype), mask=mask)
+        if REST > 0:
+            tl.store(dest_ptr + rest_place, rest, mask=rest_mask)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
 def _rope_store_kernel(
     qkv_ptr,
     q_ptr,
@@ -73,69 +119,40 @@ def _rope_store_kernel(
     q_norm_ptr,
     k_norm_ptr,
     eps,
-    num_tokens,
     QKV_STRIDE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROTARY_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # A row of the tile is one head of one token. The first programs take q heads, the next k heads, the last v heads.
-    q_blocks = tl.cdiv(num_tokens * NUM_HEADS, BLOCK_H)
-    kv_blocks = tl.cdiv(num_tokens * NUM_KV_HEADS, BLOCK_H)
-    block = tl.program_id(0)
-    d = tl.arange(0, BLOCK_D)[None, :]
-    lane = tl.arange(0, BLOCK_H)[:, None]
+    # A program has one token, so that its angles are loaded once for all heads.
+    token = tl.program_id(0).to(tl.int64)
+    kv_size: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
+    i = tl.arange(0, BLOCK_HALF)[None, :]
     wait_for_previous(PDL)
-    if block < q_blocks:
-        row = block * BLOCK_H + lane
-        token = row // NUM_HEADS
-        valid = token < num_tokens
-        position = tl.load(positions_ptr + token, mask=valid, other=0)
-        q = norm_rope(
-            qkv_ptr + token.to(tl.int64) * QKV_STRIDE + row % NUM_HEADS * HEAD_DIM,
-            valid,
-            q_norm_ptr,
-            cos_sin_ptr + position * ROTARY_DIM,
-            eps,
-            HEAD_DIM,
-            BLOCK_D,
-            ROTARY_DIM,
-            HAS_NORM,
-        )
-        tl.store(q_ptr + row.to(tl.int64) * HEAD_DIM + d, q, mask=valid & (d < HEAD_DIM))
-    elif block < q_blocks + kv_blocks:
-        row = (block - q_blocks) * BLOCK_H + lane
-        token = row // NUM_KV_HEADS
-        valid = token < num_tokens
-        position = tl.load(positions_ptr + token, mask=valid, other=0)
-        k = norm_rope(
-            qkv_ptr + token.to(tl.int64) * QKV_STRIDE + (NUM_HEADS + row % NUM_KV_HEADS) * HEAD_DIM,
-            valid,
-            k_norm_ptr,
-            cos_sin_ptr + position * ROTARY_DIM,
-            eps,
-            HEAD_DIM,
-            BLOCK_D,
-            ROTARY_DIM,
-            HAS_NORM,
-        )
-        slot = tl.load(slots_ptr + token, mask=valid, other=0).to(tl.int64)
-        place = slot * (NUM_KV_HEADS * HEAD_DIM) + row % NUM_KV_HEADS * HEAD_DIM
-        tl.store(k_pool_ptr + place + d, k, mask=valid & (d < HEAD_DIM))
-    else:
-        row = (block - q_blocks - kv_blocks) * BLOCK_H + lane
-        token = row // NUM_KV_HEADS
-        valid = token < num_tokens
-        source = token.to(tl.int64) * QKV_STRIDE + (NUM_HEADS + NUM_KV_HEADS + row % NUM_KV_HEADS) * HEAD_DIM
-        v = tl.load(qkv_ptr + source + d, mask=valid & (d < HEAD_DIM), other=0.0)
-        slot = tl.load(slots_ptr + token, mask=valid, other=0).to(tl.int64)
-        place = slot * (NUM_KV_HEADS * HEAD_DIM) + row % NUM_KV_HEADS * HEAD_DIM
-        tl.store(v_pool_ptr + place + d, v, mask=valid & (d < HEAD_DIM))
+    qkv_ptr += token * QKV_STRIDE
+    angles = cos_sin_ptr + tl.load(positions_ptr + token) * (2 * HALF)
+    new = tl.load(slots_ptr + token).to(tl.int64) * kv_size
+    v = tl.arange(0, BLOCK_V)
+    values = tl.load(qkv_ptr + NUM_HEADS * HEAD_DIM + kv_size + v, mask=v < kv_size, other=0.0)
+    cos = tl.load(angles + i, mask=i < HALF, other=0.0)
+    sin = tl.load(angles + HALF + i, mask=i < HALF, other=0.0)
+    _rotate_heads(
+        qkv_ptr + NUM_HEADS * HEAD_DIM, k_pool_ptr + new, k_norm_ptr, cos, sin, eps,
+        NUM_KV_HEADS, HEAD_DIM, HALF, BLOCK_HALF, REST, BLOCK_REST, HAS_NORM, BLOCK_H,
+    )  # fmt: skip
+    tl.store(v_pool_ptr + new + v, values, mask=v < kv_size)
+    _rotate_heads(
+        qkv_ptr, q_ptr + token * (NUM_HEADS * HEAD_DIM), q_norm_ptr, cos, sin, eps,
+        NUM_HEADS, HEAD_DIM, HALF, BLOCK_HALF, REST, BLOCK_REST, HAS_NORM, BLOCK_H,
+    )  # fmt: skip
 
 
 _launch_rope_store = Launcher(_rope_store_kernel)
@@ -160,12 +177,9 @@ def norm_rope_store(
     q = torch.empty((tokens, spec.num_heads, spec.head_dim), dtype=qkv.dtype, device=qkv.device)
     if tokens == 0:
         return q
-    block_d = power_of_2(spec.head_dim)
-    # Small steps want many programs, large ones want few; in between it does not matter.
-    block_h = max(1, (1024 if tokens <= 64 else 4096) // block_d)
-    blocks = triton.cdiv(tokens * spec.num_heads, block_h) + 2 * triton.cdiv(tokens * spec.num_kv_heads, block_h)
+    half, rest = spec.rotary_dim // 2, spec.head_dim - spec.rotary_dim
     _launch_rope_store(
-        (blocks,),
+        (tokens,),
         qkv,
         q,
         k_pool,
@@ -176,15 +190,17 @@ def norm_rope_store(
         spec.q_norm,
         spec.k_norm,
         spec.norm_eps,
-        tokens,
         QKV_STRIDE=qkv.stride(0),
         NUM_HEADS=spec.num_heads,
         NUM_KV_HEADS=spec.num_kv_heads,
         HEAD_DIM=spec.head_dim,
-        BLOCK_D=block_d,
-        ROTARY_DIM=spec.rotary_dim,
+        HALF=half,
+        BLOCK_HALF=power_of_2(half),
+        REST=rest,
+        BLOCK_REST=power_of_2(rest),
+        BLOCK_V=power_of_2(spec.num_kv_heads * spec.head_dim),
         HAS_NORM=spec.q_norm is not None,
-        BLOCK_H=block_h,
+        BLOCK_H=min(16, power_of_2(spec.num_heads)),
         num_warps=4,
         pdl=pdl,
     )
