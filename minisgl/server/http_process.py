@@ -9,6 +9,9 @@ from minisgl.addresses import Addresses
 
 from .process import Reporter
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted: what a burst of clients finds while the loop is busy."""
+
 
 @dataclass(frozen=True, slots=True)
 class ApiServerConfig:

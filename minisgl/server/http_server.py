@@ -15,8 +15,8 @@ from fastapi import FastAPI
 
 from .errors import unavailable
 from .frontend import FrontendManager
+from .http_process import BACKLOG
 
-BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 75
 
 DRAIN_SECONDS = 3.0

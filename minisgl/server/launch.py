@@ -23,7 +23,7 @@ from minisgl.models.source import ModelNotAvailable, resolve_model
 from minisgl.tokenizer.worker import run_detokenizer, run_tokenizer
 
 from .args import ServerArgs
-from .http_process import ApiServerConfig, run_api_server
+from .http_process import BACKLOG, ApiServerConfig, run_api_server
 from .process import Failed, Progress, Ready, Reporter, exit_words
 from .progress import StartupProgress
 from .rundir import RunDir
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
     from minisgl.message import Push
 
-BACKLOG = 2048
 OPEN_FILES = 65536
 
 API_STOP_SECONDS = 5.0
