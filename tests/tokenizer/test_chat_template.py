@@ -95,7 +95,6 @@ def test_prompts_are_those_of_transformers(
 
 
 def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
-    """Field report 11."""
     for content in ({"content": None}, {}, {"content": ""}):
         messages = [CHAT[0], {"role": "assistant", "tool_calls": [CALL], **content}, {"role": "tool", "content": "3"}]
         text = ChatTemplate({"default": QWEN}, SPECIAL).render(messages)
@@ -105,7 +104,6 @@ def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
 
 
 def test_text_parts_are_all_there_in_order() -> None:
-    """Field report 11."""
     parts = [{"type": "text", "text": "one "}, "two ", {"type": "text", "text": "three"}]
     assert text_of(parts) == "one two three"
     text = ChatTemplate({"default": LLAMA}, SPECIAL).render([{"role": "user", "content": parts}])

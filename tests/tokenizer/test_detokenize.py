@@ -136,7 +136,6 @@ def test_special_tokens_within_the_answer(byte_tokenizer: Tokenizer) -> None:
 def test_a_stop_string_over_several_tokens_ends_the_request_at_the_token_that_completes_it(
     byte_tokenizer: Tokenizer,
 ) -> None:
-    """Field reports 3 and 8."""
     client = Client(byte_tokenizer, TextParams(stop=("DEFGHIJ",)))
     ids = ids_for(byte_tokenizer, *"DEFGHIJ")
     for token in ids:
@@ -157,7 +156,6 @@ def test_tokens_after_the_one_that_completes_a_stop_string_do_not_count(byte_tok
 
 @pytest.mark.parametrize(("include", "shown"), [(False, "alpha "), (True, "alpha beta gamma")])
 def test_stop_text_is_cut_or_kept(byte_tokenizer: Tokenizer, include: bool, shown: str) -> None:
-    """Field reports 4 and 5."""
     client = Client(byte_tokenizer, TextParams(stop=("beta gamma",), include_stop_str_in_output=include))
     for token in byte_tokenizer.encode("alpha beta gamma delta"):
         if not client.aborts:

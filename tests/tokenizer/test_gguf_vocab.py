@@ -144,7 +144,6 @@ def test_eos_is_added_where_the_file_says_so() -> None:
 
 
 def test_all_end_tokens_and_sampling_parameters_are_taken() -> None:
-    """Field report 7."""
     values = tiny_byte_level("gpt-2") | {
         "tokenizer.ggml.eot_token_id": 3,
         "tokenizer.ggml.eom_token_id": 2,

@@ -65,7 +65,6 @@ def test_any_text_comes_back_from_byte_level_bpe(byte_tokenizer: Tokenizer, text
 
 
 def test_a_character_in_two_tokens_comes_whole(byte_tokenizer: Tokenizer) -> None:
-    """Field report 1."""
     letters = {byte: letter for letter, byte in byte_alphabet().items()}
     fire = [byte_tokenizer._backend.token_to_id(letters[b]) for b in b"\xf0\x9f\x94\xa5"]
     stream = byte_tokenizer.stream()
@@ -73,7 +72,6 @@ def test_a_character_in_two_tokens_comes_whole(byte_tokenizer: Tokenizer) -> Non
 
 
 def test_sentencepiece_keeps_the_spaces_between_words(families: dict[str, Tokenizer]) -> None:
-    """Field report 2."""
     tokenizer = families["sentencepiece"]
     stream = tokenizer.stream()
     ids = [tokenizer._backend.token_to_id(t) for t in ("▁Hello", "▁world")]

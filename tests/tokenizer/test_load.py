@@ -24,7 +24,6 @@ def test_special_tokens_are_known_by_name_and_hidden(save_model: SaveModel) -> N
 
 
 def test_end_tokens_are_the_union_of_all_files(save_model: SaveModel) -> None:
-    """Field report 7."""
     path = save_model(
         byte_level(),
         tokenizer_config=CONFIG,
@@ -116,7 +115,6 @@ def test_the_chat_template_is_found(save_model: SaveModel, files: dict[str, Any]
 
 
 def test_a_template_that_writes_bos_gives_exactly_one(save_model: SaveModel) -> None:
-    """Field report 10."""
     path = save_model(with_bos(byte_level()), tokenizer_config=CONFIG, chat_template="{{ bos_token }}hi")
     tokenizer = load_tokenizer(path)
     assert tokenizer.apply_chat_template(CHAT) == tokenizer.encode("hi")

@@ -116,7 +116,7 @@ def test_requests_reach_the_scheduler_and_aborts_follow_them(
 def test_a_refused_prompt_is_answered_to_the_api_server_that_owns_it(
     meet: Callable[..., Neighbours], byte_tokenizer: Tokenizer
 ) -> None:
-    """Field report 21's kind: with several API servers the refusal reaches the right one."""
+    """There are several of them here."""
     others = meet(frontends=3)
     with TextLoop(byte_tokenizer, others.addresses, 0, True) as loop:
         others.request(TokenizeMsg(uid=5, prompt=IdsPrompt(ids=b""), params=SamplingParams()))

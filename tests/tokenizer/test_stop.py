@@ -54,19 +54,16 @@ def test_no_more_is_held_back_than_could_begin_a_stop_string(pieces: list[str], 
 
 
 def test_a_stop_string_over_four_pieces_shows_nothing() -> None:
-    """Field report 3."""
     matcher = StopMatcher(["DEFGHIJ"], include=False)
     assert [matcher.feed(piece) for piece in ("DEF", "G", "HI", "J")] == ["", "", "", ""]
     assert matcher.matched
 
 
 def test_the_text_before_a_stop_string_is_kept() -> None:
-    """Field report 4."""
     assert run(StopMatcher(["beta gamma"], False), ["alpha", " be", "ta", " gam", "ma delta"]) == ("alpha ", True)
 
 
 def test_the_stop_string_is_kept_when_asked_for() -> None:
-    """Field report 5."""
     assert run(StopMatcher(["beta gamma"], True), ["alpha be", "ta gamma delta"]) == ("alpha beta gamma", True)
 
 

@@ -64,7 +64,7 @@ def test_text_chat_and_ids_become_ids(chatty: Tokenizer) -> None:
 
 
 def test_there_is_exactly_one_bos(chatty: Tokenizer) -> None:
-    """Field report 10: also for a client that has applied the chat template itself."""
+    """Also for a client that has applied the chat template itself."""
     applied = chatty.render_chat([{"role": "user", "content": "Hello"}])
     assert ids_of(chatty, TextPrompt(text=applied)) == ids_of(chatty, chat("Hello"))
     assert ids_of(chatty, TextPrompt(text="")) == [0]
@@ -98,7 +98,6 @@ def test_the_parameters_travel_along(chatty: Tokenizer) -> None:
 def test_an_empty_prompt_without_bos_is_refused_and_the_next_one_works(
     byte_tokenizer: Tokenizer, prompt: Prompt
 ) -> None:
-    """Field report 13."""
     error = error_of(ask(byte_tokenizer, prompt))
     assert (error.status, error.param, error.type) == (400, "prompt", "invalid_request_error")
     assert "empty" in error.message
@@ -131,7 +130,7 @@ def test_a_model_without_a_template_says_so(byte_tokenizer: Tokenizer) -> None:
 def test_a_text_too_long_by_its_length_alone_is_not_even_tokenized(
     chatty: Tokenizer, monkeypatch: pytest.MonkeyPatch, prompt: Prompt, param: str
 ) -> None:
-    """Field report 16: with both numbers."""
+    """And the error has both numbers."""
     monkeypatch.setattr(Tokenizer, "encode", lambda *args, **kwargs: pytest.fail("tokenized"))
     error = error_of(ask(chatty, prompt, max_seq_len=512))
     assert (error.status, error.code, error.param) == (400, "context_length_exceeded", param)
