@@ -1,4 +1,4 @@
-"""A model's tokenizer: text to ids and back, chats to ids, and the tokens that end an answer."""
+"""A model's tokenizer: text to ids and back, chats to prompts, and the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -65,12 +65,11 @@ class Tokenizer:
         return self._streams(skip_special_tokens)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> str:
-        """The prompt as text; see :meth:`ChatTemplate.render`. Raises :class:`ChatTemplateError`."""
-        return self._chat.render(messages, **variables)
+        """The prompt as text; see :meth:`ChatTemplate.render`. Raises :class:`ChatTemplateError`.
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], /, **variables: Any) -> list[int]:
-        """The prompt as ids. The template writes BOS where the model wants one, so none is added to it."""
-        return self.encode(self.render_chat(messages, **variables), add_special_tokens=False)
+        The template writes BOS where the model wants one: encode it without special tokens.
+        """
+        return self._chat.render(messages, **variables)
 
     def _id(self, name: str) -> int | None:
         token = self.special_tokens.get(name)
@@ -101,7 +100,11 @@ def generation_defaults(path: Path) -> dict[str, Any]:
     directory = path if path.is_dir() else tokenizer_directory(path)
     config = _read_json(directory / GENERATION_CONFIG)
     names = ["repetition_penalty"] if config.get("do_sample") is False else [*_SAMPLING_FIELDS, "repetition_penalty"]
-    return {name: config[name] for name in names if config.get(name) is not None}
+    defaults = {name: config[name] for name in names if config.get(name) is not None}
+    for name, value in defaults.items():
+        if isinstance(value, bool) or not isinstance(value, int if name == "top_k" else int | float):
+            raise TokenizerError(f"{directory / GENERATION_CONFIG}: {name} must be a number, not {value!r}.")
+    return defaults
 
 
 def _max_chars(backend: tokenizers.Tokenizer) -> int:
@@ -197,5 +200,8 @@ def _end_token_ids(path: Path, directory: Path) -> frozenset[int]:
     ids: set[int] = set()
     for source in (config, text_config if isinstance(text_config, dict) else {}, _read_json(home / GENERATION_CONFIG)):
         value = source.get("eos_token_id")
-        ids.update(value if isinstance(value, list) else [] if value is None else [value])
+        values = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(type(i) is int for i in values):
+            raise TokenizerError(f"{home}: eos_token_id must be a token id or a list of them, not {value!r}.")
+        ids.update(values)
     return frozenset(ids)

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 from tiny_tokenizers import byte_level
 
-from minisgl.tokenizer import ChatTemplateError, Tokenizer
+from minisgl.core import SamplingParams
+from minisgl.message import ChatPrompt, TokenizeMsg, UserMsg, unpack_ids
+from minisgl.tokenizer import ChatTemplateError, Tokenizer, tokenize_request
 from minisgl.tokenizer.chat_template import ChatTemplate, text_of
 
 LLAMA = """{{- bos_token }}
@@ -177,4 +179,7 @@ def test_the_default_models_prompts_are_those_of_transformers(
             wanted = transformers_default.apply_chat_template(
                 messages, add_generation_prompt=generate, return_dict=False
             )
-            assert default_tokenizer.apply_chat_template(messages, add_generation_prompt=generate) == wanted
+            prompt = ChatPrompt(messages=messages, template_kwargs={"add_generation_prompt": generate})
+            request = tokenize_request(default_tokenizer, TokenizeMsg(uid=0, prompt=prompt, params=SamplingParams()))
+            assert isinstance(request, UserMsg)
+            assert unpack_ids(request.input_ids).tolist() == wanted

@@ -114,13 +114,6 @@ def test_the_chat_template_is_found(save_model: SaveModel, files: dict[str, Any]
     assert tokenizer.render_chat(CHAT) == prompt
 
 
-def test_a_template_that_writes_bos_gives_exactly_one(save_model: SaveModel) -> None:
-    path = save_model(with_bos(byte_level()), tokenizer_config=CONFIG, chat_template="{{ bos_token }}hi")
-    tokenizer = load_tokenizer(path)
-    assert tokenizer.apply_chat_template(CHAT) == tokenizer.encode("hi")
-    assert tokenizer.apply_chat_template(CHAT).count(0) == 1
-
-
 @pytest.mark.parametrize(
     ("config", "defaults"),
     [
