@@ -95,6 +95,13 @@ class ErrorInfo(Message):
     code: str | None = None
     param: str | None = None
 
+    @classmethod
+    def invalid_request(
+        cls, message: str, param: str | None = None, *, code: str | None = None, status: int = 400
+    ) -> ErrorInfo:
+        """The client's mistake; ``param`` is the field as the client wrote it."""
+        return cls(message=message, status=status, type="invalid_request_error", code=code, param=param)
+
 
 class DetokenizeMsg(Message):
     """New tokens of one request.

@@ -6,10 +6,6 @@ from minisgl.core import EngineInfo, Int32, SamplingParams
 from minisgl.message import ErrorInfo
 
 
-def _refuse(message: str, code: str | None = None, param: str | None = None) -> ErrorInfo:
-    return ErrorInfo(message=message, status=400, type="invalid_request_error", code=code, param=param)
-
-
 def length_limit(tokens: Int32, params: SamplingParams, info: EngineInfo) -> int | ErrorInfo:
     """The length, prompt included, at which a request with prompt ``tokens`` ends; or why it cannot be served.
 
@@ -18,42 +14,44 @@ def length_limit(tokens: Int32, params: SamplingParams, info: EngineInfo) -> int
     """
     prompt, capacity = len(tokens), info.num_pages * info.page_size
     if prompt == 0:
-        return _refuse("The prompt is empty; it must have at least one token.", param="prompt")
+        return ErrorInfo.invalid_request("The prompt is empty; it must have at least one token.", "prompt")
     low, high = int(tokens.min()), int(tokens.max())
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
-        return _refuse(f"Token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1}).", param="prompt")
+        return ErrorInfo.invalid_request(
+            f"Token id {wrong} is outside the vocabulary (0 to {info.vocab_size - 1}).", param="prompt"
+        )
     if prompt + 1 > info.max_seq_len:
-        return _refuse(
+        return ErrorInfo.invalid_request(
             f"The prompt has {prompt} tokens, but the context of this model is {info.max_seq_len} tokens and must "
             "leave room for at least one of output; shorten the prompt.",
-            "context_length_exceeded",
             "prompt",
+            code="context_length_exceeded",
         )
     pages = f"{info.num_pages} pages of {info.page_size} tokens"
     if prompt > capacity:
-        return _refuse(
+        return ErrorInfo.invalid_request(
             f"The prompt has {prompt} tokens, but the KV cache of this server holds {capacity} ({pages}); "
             "shorten the prompt or start the server with more pages.",
-            "context_length_exceeded",
             "prompt",
+            code="context_length_exceeded",
         )
     if params.max_tokens is None:
         return min(info.max_seq_len, capacity + 1)
     total = prompt + params.max_tokens
     if total > info.max_seq_len:
-        return _refuse(
+        return ErrorInfo.invalid_request(
             f"The context of this model is {info.max_seq_len} tokens, but the prompt has {prompt} and max_tokens is "
             f"{params.max_tokens}: {total} in all; lower max_tokens or shorten the prompt.",
-            "context_length_exceeded",
             "max_tokens",
+            code="context_length_exceeded",
         )
     if total - 1 > capacity:
-        return _refuse(
+        return ErrorInfo.invalid_request(
             f"The KV cache of this server holds {capacity} tokens ({pages}), but the prompt has {prompt} and "
             f"max_tokens is {params.max_tokens}: {total} in all; lower max_tokens or start the server with more pages.",
-            "context_length_exceeded",
             "max_tokens",
+            code="context_length_exceeded",
         )
     return total
 

@@ -20,8 +20,7 @@ class ApiError(Exception):
 
 def invalid(message: str, param: str | None = None, *, status: int = 400, code: str | None = None) -> ApiError:
     """The client's mistake; ``param`` is the field as the client wrote it."""
-    info = ErrorInfo(message=message, status=status, type="invalid_request_error", code=code, param=param)
-    return ApiError(info)
+    return ApiError(ErrorInfo.invalid_request(message, param, code=code, status=status))
 
 
 def invalid_parameter(error: ParameterError) -> ApiError:

@@ -46,7 +46,7 @@ def tokenize_request(tokenizer: Tokenizer, message: TokenizeMsg, max_seq_len: in
 class _PromptError(Exception):
     def __init__(self, message: str, param: str, code: str | None = None) -> None:
         super().__init__(message)
-        self.info = ErrorInfo(message=message, status=400, type="invalid_request_error", code=code, param=param)
+        self.info = ErrorInfo.invalid_request(message, param, code=code)
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, max_seq_len: int | None) -> list[int]:
