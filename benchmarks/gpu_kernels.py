@@ -114,7 +114,7 @@ def _decode(report: Report, name: str, lengths: list[int], page: int) -> None:
 
         return [one(k, v) for k, v in pools]
 
-    config = decode_config(model.head_dim, 2)
+    config = decode_config(model.head_dim, 2, model.heads // model.kv_heads)
     calls(config, fused=False)[0]()
     keys, values = (pool.flatten(0, 1) for pool in pools[0])
     some = sorted({0, batch // 2, batch - 1})

@@ -67,9 +67,13 @@ class TritonAttention(AttentionBackend):
             config.device,
         )
         self._out: torch.Tensor | None = None
-        """Of mixed graphs. Their surplus tokens see what an earlier step has left there, so it begins as zero."""
+        """Of graphs. Their surplus tokens see what an earlier step has left there, so it begins as zero."""
 
     def prepare(self, batch: ForwardBatch) -> None:
+        if batch.graph is not None and self._out is None:
+            rows = max(self.config.token_budget, self.config.max_running_req)
+            width = self.config.num_heads * self.config.head_dim
+            self._out = torch.zeros((rows, width), dtype=self.config.dtype, device=self.config.device)
         if batch.graph == "mixed":
             self._prepare_mixed(batch)
             return
@@ -86,9 +90,6 @@ class TritonAttention(AttentionBackend):
             most = batch.num_tokens * self.group // self.prefill.rows + batch.size
             memory = torch.empty(2 * most + batch.size - 1, dtype=torch.int32, device=device)
             batch.plan = _MixedPlan(memory, memory[: 2 * most].view(2, most), memory[2 * most :])
-            if self._out is None:
-                width = self.config.num_heads * self.config.head_dim
-                self._out = torch.zeros((self.config.token_budget, width), dtype=self.config.dtype, device=device)
         plan = batch.plan
         most, single = plan.blocks.shape[1], host.num_single
         found = self._blocks(host)
@@ -128,7 +129,7 @@ class TritonAttention(AttentionBackend):
         kv.store(spec.layer, k, v, batch.slots)
         if isinstance(batch.plan, _MixedPlan):
             return self._mixed(q, spec, kv, batch)
-        out = self._empty(q, spec)
+        out = self._output(q, batch)
         single = batch.plan.single
         if single:
             self._decode(q[:single], out[:single], spec, kv, batch)
@@ -139,7 +140,7 @@ class TritonAttention(AttentionBackend):
     def forward_qkv(self, qkv: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
         if isinstance(batch.plan, _MixedPlan):
             return self._mixed(self._norm_rope_store(qkv, spec, kv, batch, 0), spec, kv, batch)
-        out = self._empty(qkv, spec)
+        out = self._output(qkv, batch)
         single = batch.plan.single
         if single:
             self._decode(FusedQKV(qkv[:single], batch.slots[:single]), out[:single], spec, kv, batch)
@@ -157,14 +158,17 @@ class TritonAttention(AttentionBackend):
         )
 
     def _mixed(self, q: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
-        assert self._out is not None
-        out, most = self._out[: batch.num_tokens], len(batch.plan.lengths)
+        out, most = self._output(q, batch), len(batch.plan.lengths)
         self._decode(q[:most], out[:most], spec, kv, batch)
         self._prefill(q, out, spec, kv, batch)
         return out
 
-    def _empty(self, like: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
-        return torch.empty((like.shape[0], spec.num_heads * spec.head_dim), dtype=like.dtype, device=like.device)
+    def _output(self, like: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        if batch.graph is not None:
+            assert self._out is not None
+            return self._out[: batch.num_tokens]
+        width = self.config.num_heads * self.config.head_dim
+        return torch.empty((batch.num_tokens, width), dtype=like.dtype, device=like.device)
 
     def _decode(
         self, q: torch.Tensor | FusedQKV, out: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch

@@ -2,10 +2,11 @@
 
 A graph is a recording for one number of requests, so a ladder of sizes is captured at start, the largest first (all
 share one memory pool, which the largest shapes). A step of B requests replays the next size up; the requests that are
-missing point to the scratch row and write to the scratch page:
+missing point to the scratch row, and have no length, so that nobody attends for them:
 
     B = 3, replayed as 4     rows      7   2   9   R        R = max_running_req, the scratch row
                              cached   30   5  11   0
+                             seq_lens 31   6  12   0
 
 A step is two recordings:
 
@@ -66,7 +67,6 @@ class DecodeGraphs:
         scratch = state.page_table.shape[0] - 1
         self._padding = dict.fromkeys(FIELDS, 0) | {
             "rows": scratch,
-            "seq_lens": 1,
             "table_index": scratch * state.page_table.shape[1],
             "table_pages": state.kv.num_pages,
             "top_p": 1,

@@ -52,13 +52,14 @@ class ForwardBatch:
 
     With ``graph`` the step is captured into, or replayed from, a CUDA graph: the tensors have fixed addresses, and what
     a backend launches may depend on B and T but on no length and not on ``host``. "single": every request has one new
-    token. "mixed": any step. It is padded at its end, by one request at least:
+    token; those that fill it up at its end have seq_lens 0. "mixed": any step, filled up by one request at least:
 
         request            0   1   2   R   R       R = the scratch row; no length, no new tokens
         seq_lens           8  32   4   0   0
         cu_new          0   1   2   6   6   6
         input_ids          a   b   c d e f 0 0     the surplus tokens are nobody's and go to the scratch page
 
+    What attention returns for tokens that are nobody's is of no interest, but must be finite.
     ``host`` is that of the step without its padding in a mixed graph, with it in one of single tokens. ``plan`` is the
     backend's own note from ``prepare`` to ``forward``.
     """

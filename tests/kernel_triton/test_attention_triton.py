@@ -55,6 +55,43 @@ def forward_batch(steps, table, page_size, device, surplus=None):
 
 
 @pytest.mark.parametrize("fused", [False, True])
+def test_single_tokens_of_a_graph_that_is_not_full(rng, device, fused):
+    heads, kv_heads, dim, page_size, pages = 4, 2, 64, 4, 40
+    dtype = torch.float32
+    config = BackendConfig(heads, kv_heads, dim, page_size, ROWS, 1024, 1024, dtype, device)
+    backends = [make_backend(name, config, Ops()) for name in ("triton", "torch")]
+    table = torch.full((ROWS + 1, 20), pages, dtype=torch.int32, device=device)
+    table[:ROWS, :10] = torch.randperm(pages, generator=rng).to(device, torch.int32).view(ROWS, -1)
+    spec = make_spec(rng, heads, kv_heads, dim, dtype, device)
+    start = randn(rng, 2, 1, pages + 1, page_size, kv_heads, dim, dtype=dtype, device=device)
+    qkv = randn(rng, 4, (heads + 2 * kv_heads) * dim, dtype=dtype, device=device)
+    steps, padding = [(0, 17, 1), (2, 5, 1)], [(ROWS, 0, 1)] * 2
+    outs = []
+    for backend, batch in zip(
+        backends,
+        (forward_batch(steps + padding, table, page_size, device), forward_batch(steps, table, page_size, device)),
+        strict=True,
+    ):
+        pool = KVPool(1, pages, page_size, kv_heads, dim, dtype=dtype, device=device)
+        pool.k.copy_(start[0])
+        pool.v.copy_(start[1])
+        if backend is backends[0]:
+            batch.graph = "single"
+            batch.seq_lens[2:] = 0
+        backend.prepare(batch)
+        backend.begin(batch)
+        mine = qkv[: batch.num_tokens].clone()
+        if fused:
+            outs.append(backend.forward_qkv(mine, spec, pool, batch))
+        else:
+            outs.append(
+                backend.forward(*mine.view(len(mine), -1, dim).split([heads, kv_heads, kv_heads], 1), spec, pool, batch)
+            )
+    assert not outs[0].isnan().any()
+    assert_close(outs[0][:2], outs[1])
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 9)])
 @pytest.mark.parametrize("surplus", [None, 0, 5])
 def test_steps_agree_with_the_reference(rng, device, on_gpu, fused, windows, surplus):

@@ -39,18 +39,21 @@ class DecodeConfig:
     max_registers: int | None = None
 
 
-def decode_config(head_dim: int, itemsize: int) -> DecodeConfig:
-    """Tiles of K and V of 8 KiB each; several programs per multiprocessor keep enough loads in flight.
+def decode_config(head_dim: int, itemsize: int, group: int) -> DecodeConfig:
+    """Several programs per multiprocessor keep enough loads in flight, of tiles of up to 16 KiB.
 
-    A program that is between two requests loads nothing, so many small ones serve short requests best. A part of a few
-    tiles is worth more than one program each, since somebody has to merge them.
+    The bound on registers is what lets so many programs run at once, as their shares of the work assume. With many
+    query heads for each KV head, smaller programs are faster, and parts are costly to merge: so a program has some
+    tiles at least.
     """
     row = power_of_2(head_dim) * itemsize
-    if row <= 256:
-        tile = max(16, min(64, 8192 // row))
-        return DecodeConfig(tile, programs_per_sm=4, num_warps=2, num_stages=4, min_units=3, max_registers=255)
     tile = max(16, min(64, 16384 // row))
-    return DecodeConfig(tile, programs_per_sm=2, num_warps=4, num_stages=3, max_registers=255)
+    if row > 256:
+        return DecodeConfig(tile, programs_per_sm=2, num_warps=4, num_stages=3, max_registers=255)
+    if group <= 2:
+        return DecodeConfig(tile, programs_per_sm=3, num_warps=4, num_stages=3, max_registers=168)
+    tile = max(16, min(64, 8192 // row))
+    return DecodeConfig(tile, programs_per_sm=4, num_warps=2, num_stages=4, min_units=3, max_registers=255)
 
 
 @triton.jit
@@ -328,7 +331,7 @@ class DecodeWorkspace:
         max_tokens: int = 0,
         config: DecodeConfig | None = None,
     ) -> None:
-        self.config = config or decode_config(head_dim, dtype.itemsize)
+        self.config = config or decode_config(head_dim, dtype.itemsize, num_heads // num_kv_heads)
         self.fixed = fixed
         self.max_requests = max_requests
         self.num_programs = max(1, num_sms(device) * self.config.programs_per_sm // num_kv_heads)
