@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .config import Progress
-from .forward_batch import ForwardBatch, HostPlan, token_slots
+from .forward_batch import ForwardBatch, HostPlan
 from .graph_inputs import GraphInputs, Layout, record
 from .memory import gib
 from .mixed_graph import MixedGraphs
@@ -128,8 +128,7 @@ class DecodeGraphs:
 
         def forward() -> None:
             state.write_table(inputs["table_index"].long(), inputs["table_pages"])
-            batch.input_ids = state.resolve(inputs["input_ids"], rows)
-            batch.slots = token_slots(state.page_table, rows, batch.positions, batch.page_size)
+            batch.input_ids, batch.slots = state.place(inputs["input_ids"], rows, batch.positions)
             runner.model.logits(runner.model(batch, state.kv, backend), out=logits)
 
         def sample() -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .config import Progress
-from .forward_batch import ForwardBatch, HostPlan, token_slots
+from .forward_batch import ForwardBatch, HostPlan
 from .graph_inputs import GraphInputs, Layout, record
 from .model_runner import ModelRunner
 from .step_plan import StepPlan
@@ -111,9 +111,7 @@ class MixedGraphs:
         )
 
         def forward() -> Tensor:
-            rows = inputs["token_rows"]
-            batch.input_ids = state.resolve(inputs["input_ids"], rows)
-            batch.slots = token_slots(state.page_table, rows, batch.positions, batch.page_size)
+            batch.input_ids, batch.slots = state.place(inputs["input_ids"], inputs["token_rows"], batch.positions)
             return self._runner.model(batch, state.kv, backend)
 
         self._fill(size, None)

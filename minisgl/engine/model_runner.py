@@ -53,9 +53,15 @@ class DeviceState:
         """``index`` (int64) points into the flat table."""
         self.page_table.view(-1)[index] = pages
 
-    def resolve(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
-        """``input_ids`` with the last sampled token of the row in place of PENDING."""
-        return torch.where(input_ids < 0, self.last_token[token_rows], input_ids)
+    def place(self, input_ids: Tensor, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """``input_ids`` with the last sampled token of the row in place of PENDING, and the slots of the tokens."""
+        page_size = self.kv.page_size
+        if input_ids.device.type == "cuda":
+            from minisgl.kernel.triton.tokens import place_tokens
+
+            return place_tokens(input_ids, token_rows, positions, self.page_table, self.last_token, page_size)
+        ids = torch.where(input_ids < 0, self.last_token[token_rows], input_ids)
+        return ids, token_slots(self.page_table, token_rows, positions, page_size)
 
     def remember(self, table_rows: Tensor, ids: Tensor) -> None:
         """Keeps what was sampled. A failed request has no token; the step after it, under way already, gets 0."""
@@ -96,20 +102,18 @@ class ModelRunner:
     def forward(self, plan: StepPlan, tensors: Mapping[str, Tensor]) -> Tensor:
         """The hidden states (S, hidden_size) of the tokens to sample after."""
         state = self.state
-        input_ids, token_rows = tensors["input_ids"], tensors["token_rows"]
-        if plan.has_pending:
-            input_ids = state.resolve(input_ids, token_rows)
-        positions, page_size = tensors["positions"], state.kv.page_size
+        positions = tensors["positions"]
+        input_ids, slots = state.place(tensors["input_ids"], tensors["token_rows"], positions)
         batch = ForwardBatch(
             input_ids=input_ids,
             positions=positions,
-            slots=token_slots(state.page_table, token_rows, positions, page_size),
+            slots=slots,
             rows=tensors["rows"],
             cached=tensors["cached"],
             seq_lens=tensors["seq_lens"],
             cu_new=tensors["cu_new"],
             page_table=state.page_table,
-            page_size=page_size,
+            page_size=state.kv.page_size,
             host=plan.host,
             logit_index=tensors.get("logit_index"),
         )

@@ -28,13 +28,10 @@ class StepPlan:
         logit_index (S, int64)            the tokens to sample after; absent when that is all of them
         sampled_table_rows (S, int64)     where to remember the sampled ids
         table_index (int64), table_pages  entries of the flat page table to write first; absent when there are none
-
-    ``has_pending`` says that some of ``input_ids`` are PENDING.
     """
 
     host: HostPlan
     sampled: Int32
-    has_pending: bool
     arrays: Arrays
 
     @property
@@ -84,4 +81,4 @@ def plan_step(batch: Batch, max_pages_per_req: int) -> StepPlan:
     if len(table.rows):
         arrays["table_index"] = table.rows.astype(np.int64) * max_pages_per_req + table.cols
         arrays["table_pages"] = table.pages
-    return StepPlan(host, sampled, bool((batch.input_ids < 0).any()), arrays)
+    return StepPlan(host, sampled, arrays)

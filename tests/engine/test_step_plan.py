@@ -44,14 +44,12 @@ def test_a_mixed_step() -> None:
         "table_index": [4 * 20 + 1, 16],
         "table_pages": [50, 51],
     }
-    assert plan.has_pending
     assert (plan.size, plan.num_tokens, plan.host.num_single, plan.host.max_seq_len) == (3, 5, 2, 67)
 
 
 def test_single_tokens_need_no_index() -> None:
     plan = plan_step(batch([1, 0], [3, 5], [[8], [7]], [0, 1]), max_pages_per_req=4)
     assert not {"logit_index", "table_index", "table_pages"} & plan.arrays.keys()
-    assert not plan.has_pending
 
 
 def test_what_is_sampled_comes_back_by_request() -> None:
