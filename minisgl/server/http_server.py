@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from .errors import unavailable
 from .frontend import FrontendManager
 from .http_process import BACKLOG
+from .http_protocol import HttpProtocol
 
 KEEP_ALIVE_SECONDS = 75
 
@@ -34,7 +35,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http="httptools",
+                http=HttpProtocol,
                 ws="none",
                 lifespan="off",
                 log_config=None,
