@@ -10,6 +10,7 @@ runs it and answers with a :class:`BatchResult`:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from reprlib import repr as brief
 from typing import Literal, Protocol
 
 import msgspec
@@ -26,6 +27,12 @@ PENDING = -1
 """In place of a token id: the token that the row sampled last, which the host has not seen yet."""
 
 MAX_STOP_STRINGS = 4
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+"""What a stop string or a list of stop ids costs is paid for by everybody who is served beside it."""
+
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it, and must stay finite."""
 
 
 class ParameterError(ValueError):
@@ -64,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         def need(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise ParameterError(name, f"{name} must be {allowed}, not {getattr(self, name)!r}.")
+                raise ParameterError(name, f"{name} must be {allowed}, not {brief(getattr(self, name))}.")
 
         # Comparisons are written so that NaN fails them.
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -74,10 +81,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         need(0 <= self.min_p <= 1, "min_p", "between 0 and 1")
         need(-2 <= self.presence_penalty <= 2, "presence_penalty", "between -2 and 2")
         need(-2 <= self.frequency_penalty <= 2, "frequency_penalty", "between -2 and 2")
-        need(0 < self.repetition_penalty <= 100, "repetition_penalty", "in (0, 100]")
+        low = MIN_REPETITION_PENALTY
+        need(low <= self.repetition_penalty <= 100, "repetition_penalty", f"between {low} and 100")
         need(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "a 64-bit integer")
         need(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings")
         need(all(self.stop), "stop", "free of empty strings")
+        short = all(len(s) <= MAX_STOP_CHARS for s in self.stop)
+        need(short, "stop", f"strings of at most {MAX_STOP_CHARS} characters")
+        few = len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS
+        need(few, "stop_token_ids", f"at most {MAX_STOP_TOKEN_IDS} token ids")
         need(all(0 <= t < 2**31 for t in self.stop_token_ids), "stop_token_ids", "token ids")
 
     @property

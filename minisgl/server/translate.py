@@ -79,7 +79,12 @@ class Translator:
             raise invalid("Exactly one of prompt, text and input_ids must be given.", "prompt")
         ((name, value),) = given.items()
         prompt = _text_prompt(value, name) if isinstance(value, str) else _ids_prompt(value, name)
-        sampling = body.sampling_params or body
+        sampling: Body = body
+        if body.sampling_params is not None:
+            sampling = body.sampling_params
+            if beside := [k for k in sorted(Body.model_fields) if getattr(body, k) is not None]:
+                raise invalid(f"{beside[0]} must not stand beside sampling_params, but in it.", beside[0])
+            _refuse_what_is_not_built(body)
         if sampling.n not in (None, 1):
             raise invalid("n must be 1 here; /v1/completions gives several choices.", "n")
         limit = COMPLETION_MAX_TOKENS if sampling.max_tokens is None else sampling.max_tokens

@@ -100,6 +100,10 @@ def test_generate(api: Api) -> None:
     assert error_of(api.http.post("/generate", json={"input_ids": [5], "text": "hi"}))["param"] == "prompt"
     assert error_of(api.http.post("/generate", json={}))["param"] == "prompt"
     assert error_of(api.http.post("/generate", json={"text": "hi", "n": 2}))["param"] == "n"
+    # Nothing is passed over in silence.
+    for name, value in {"regex": "a", "temperature": 0.5, "max_new_tokens": 5}.items():
+        body = {"text": "hi", "sampling_params": {"max_tokens": 3}, name: value}
+        assert error_of(api.http.post("/generate", json=body))["param"] == name.replace("_new", "")
 
 
 def test_models_and_health(api: Api) -> None:
@@ -293,10 +297,13 @@ def test_one_of_many_fails(api: Api) -> None:
         ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stop": ""}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
         ({"stop_token_ids": ["x"]}, "stop_token_ids[0]"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-38}, "repetition_penalty"),
         ({"stream": "yes"}, "stream"),
         ({"logprobs": True}, "logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
@@ -392,6 +399,35 @@ def test_bodies_that_are_no_bodies(api: Api) -> None:
     assert post(b'{"prompt": "\\ud800"}').status_code == 400
     response = post(b'{"prompt": "hi", "temperature": NaN}')
     assert (response.status_code, error_of(response)["param"]) == (400, "temperature")
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40, 150, 400])
+def test_offer_to_upgrade_is_declined(api: Api, cut: int) -> None:
+    # What Java's own client sends first on each connection.
+    body = b'{"prompt": "hi", "padding": "' + b"x" * 300 + b'"}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
+        % len(body)
+    )
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAB\r\n"
+    sent = head + offer + b"\r\n" + body
+    with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port)) as connection:
+        for part in (sent[:cut], sent[cut:], head + b"\r\n" + body):
+            connection.sendall(part)
+            time.sleep(0.02)
+        received = b""
+        while received.count(b"Hello world") < 2:
+            received += connection.recv(4096)
+    assert received.count(b"HTTP/1.1 200 OK") == 2
+    assert [prompt_of(m) for m in api.backend.requests] == ["hi", "hi"]
+
+
+def test_websockets_and_tunnels_are_declined(api: Api) -> None:
+    offer = b"Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13\r\n"
+    for request, status in ((b"GET /health HTTP/1.1\r\n" + offer, b"200"), (b"CONNECT x:1 HTTP/1.1\r\n", b"400")):
+        with socket.create_connection(("127.0.0.1", httpx.URL(api.url).port)) as connection:
+            connection.sendall(request + b"host: x\r\n\r\n")
+            assert connection.recv(4096).startswith(b"HTTP/1.1 " + status)
 
 
 def test_body_too_big(api: Api) -> None:
