@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, overload
 
+import msgspec
 from tqdm import tqdm
 
 from minisgl.addresses import Addresses
-from minisgl.core import EngineInfo, FinishReason, SamplingParams
+from minisgl.core import EngineInfo, FinishReason, ParameterError, SamplingParams
 from minisgl.engine.config import Progress
 from minisgl.engine.engine import TorchEngine
 from minisgl.message import (
@@ -214,7 +215,7 @@ class LLM:
         return list(completions.values())
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> int:
-        params.validate()
+        params = _checked(params)
         uid = next(self._uids)
         message = tokenize_request(self._tokenizer, TokenizeMsg(uid=uid, prompt=prompt, params=params))
         if isinstance(message, UserReply):
@@ -240,6 +241,20 @@ class LLM:
         while self._scheduler.step():
             pass
         self._io.take_replies()
+
+
+def _checked(params: SamplingParams) -> SamplingParams:
+    """``params`` with every value in its range and of its type. A stop string that stands alone would be taken for a
+    sequence of one-letter ones.
+    """
+    try:
+        params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+    except msgspec.ValidationError as error:
+        what, _, name = str(error).partition(" - at `$.")
+        name = name.rstrip("`")
+        raise ParameterError(name, f"{name}: {what}.") from None
+    params.validate()
+    return params
 
 
 def _prompt(prompt: object) -> Prompt:

@@ -113,6 +113,10 @@ def test_a_bad_prompt_says_why_and_the_next_call_works(llm: LLM) -> None:
         llm.generate([5, 10_000], GREEDY)
     with pytest.raises(ParameterError, match="top_p"):
         llm.generate("x", SamplingParams(top_p=0))
+    for name, value in {"stop": "abc", "max_tokens": 1.5, "seed": 0.5, "temperature": "0"}.items():
+        with pytest.raises(ParameterError, match=f"{name}: Expected") as error:
+            llm.generate("x", SamplingParams(**{name: value}))
+        assert error.value.field == name
     with pytest.raises(ValueError, match="2 prompts but 1"):
         llm.generate(["a", "b"], [GREEDY])
     assert llm._scheduler.idle
