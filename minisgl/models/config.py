@@ -75,7 +75,13 @@ class ModelConfig:
         """From the fields of a config.json, either generation of its names; ``where`` names it in errors."""
         if isinstance(raw.get("text_config"), dict):
             raw = {**raw, **raw["text_config"]}
-        return _Reader(raw, where).read()
+        try:
+            return _Reader(raw, where).read()
+        except ConfigError:
+            raise
+        except (ValueError, TypeError, AttributeError) as error:
+            # Only the fields that tend to be wrong are looked at one by one.
+            raise ConfigError(f"{where}: a field has a value of the wrong kind ({error}).") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

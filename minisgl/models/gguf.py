@@ -82,10 +82,10 @@ class GGUFTensor:
 
 
 def tensors_in_gguf(path: Path, num_heads: int, num_kv_heads: int) -> list[GGUFTensor]:
-    """All tensors of the file. Raises :class:`WeightError` for a quantisation that cannot be read."""
+    """All tensors of the file. Raises :class:`WeightError` for an unknown quantisation, or a file cut off."""
     file = read_gguf(path)
     interleaved = {"q_proj": num_heads, "k_proj": num_kv_heads} if file.architecture == "llama" else {}
-    tensors = []
+    tensors, size = [], path.stat().st_size
     for info in file.tensors.values():
         if info.name == ROPE_DIVISORS:
             continue
@@ -98,6 +98,8 @@ def tensors_in_gguf(path: Path, num_heads: int, num_kv_heads: int) -> list[GGUFT
         name = checkpoint_name(info.name)
         block, block_bytes = GGML_QUANT_SIZES[GGMLType(info.type)]
         nbytes = prod(info.shape) // block * block_bytes
+        if info.offset + nbytes > size:
+            raise WeightError(f"{path} is damaged or incomplete (it ends within {info.name}); download it again.")
         heads = interleaved.get(name.split(".")[-2]) if "." in name else None
         tensors.append(GGUFTensor(name, info.shape, nbytes, path, info, heads))
     return tensors

@@ -60,7 +60,7 @@ def read_gguf(path: Path, *, arrays: bool = False) -> GGUFFile:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 return _Cursor(data, arrays).directory(path)
-            except (struct.error, UnicodeDecodeError, KeyError, IndexError) as error:
+            except (struct.error, UnicodeDecodeError, LookupError, TypeError, ArithmeticError) as error:
                 raise GGUFError(f"{path} is damaged or incomplete; download it again.") from error
 
 

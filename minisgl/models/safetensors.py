@@ -74,7 +74,10 @@ def safetensors_in(directory: Path) -> list[SafeTensor]:
 def _shards(directory: Path) -> list[Path]:
     index = directory / INDEX
     if index.exists():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise WeightError(f"{index} is damaged ({error}); download it again.") from None
         paths = [directory / name for name in names]
         missing = [path.name for path in paths if not path.exists()]
         if missing:

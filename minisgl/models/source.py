@@ -50,9 +50,13 @@ def resolve_model(
     if name is None:
         return fetch(DEFAULT_MODEL, cache_dir() / "models", progress)
     path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        is_directory, is_there = path.is_dir(), path.exists()
+    except OSError as error:
+        raise ModelNotAvailable(f"--model cannot be looked up: {error.strerror}.") from None
+    if is_directory:
         return _directory(path)
-    if path.exists():
+    if is_there:
         if path.suffix != ".gguf":
             raise ModelNotAvailable(f"{name} is a file, but not a .gguf file; --model takes the directory it lies in.")
         return path

@@ -172,6 +172,9 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     path.write_bytes(whole[:900])
     with pytest.raises(GGUFError, match="damaged"):
         read_gguf(path)
+    path.write_bytes(whole[:-1000])
+    with pytest.raises(WeightError, match="damaged or incomplete"):
+        tensors_in_gguf(path, 4, 2)
     path.write_bytes(b"GGML" + whole[4:])
     with pytest.raises(ConfigError, match="not a GGUF file"):
         ModelConfig.from_path(path)

@@ -128,6 +128,10 @@ def test_missing_and_damaged_files(tiny: Callable[[str], Tiny], tmp_path: Path) 
     index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors"}}))
     with pytest.raises(WeightError, match=r"lacks model-1\.safetensors"):
         build(tmp_path)
+    for damaged in ("{", "[]", "{}", '{"weight_map": 5}'):
+        index.write_text(damaged)
+        with pytest.raises(WeightError, match=r"model\.safetensors\.index\.json is damaged"):
+            build(tmp_path)
     index.unlink()
     whole = (tiny("llama").path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(whole[:5000])

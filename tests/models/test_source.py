@@ -306,6 +306,7 @@ class TestHuggingFace:
             ("org/gated", "accept its terms"),
             ("org/gguf/c.gguf", "has no such file"),
             ("bad--name", "bad--name"),
+            ("x" * 5000, "File name too long"),
         ],
     )
     def test_what_cannot_be_had_says_why(self, hub: type[Hub], name: str, message: str) -> None:
