@@ -54,7 +54,8 @@ class ServerArgs:
     @property
     def model_name(self) -> str:
         """What clients call the model."""
-        return self.served_model_name or self.model or DEFAULT_MODEL_NAME
+        name = self.served_model_name or self.model or DEFAULT_MODEL_NAME
+        return name.encode(errors="replace").decode()  # JSON has no place for what was not UTF-8 on the command line
 
 
 def parse_args(argv: Sequence[str]) -> ServerArgs:

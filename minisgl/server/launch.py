@@ -8,6 +8,7 @@ bind the port ──> find the model ──> run directory ──> start all pro
 from __future__ import annotations
 
 import contextlib
+import errno
 import random
 import resource
 import signal
@@ -206,6 +207,8 @@ def bind(host: str, port: int) -> socket.socket:
             return sock
         except OSError as error:
             sock.close()
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise StartError(f"--host must be an address of this machine, not {host!r}.", code=2) from None
             reason = error
     raise StartError(f"Port {port} on {host} cannot be had: {reason.strerror}. Choose another with --port.")
 

@@ -83,6 +83,13 @@ def test_wrong_flag_is_one_line(flags: str, line: str, capsys: pytest.CaptureFix
     assert capsys.readouterr() == ("", f"minisgl: {line}\n")
 
 
+def test_name_of_the_model() -> None:
+    assert parse_args([]).model_name == "SmolLM2-135M-Instruct"
+    assert parse_args(["--model", "a/b"]).model_name == "a/b"
+    assert parse_args(["--model", "a/b", "--served-model-name", "c"]).model_name == "c"
+    assert parse_args(["--model", "caf\udce9"]).model_name == "caf?"  # Latin-1 in the name of a directory
+
+
 @pytest.mark.parametrize("attn", ["torch", "auto", "cpu", "torch,triton"])
 def test_attention_names(attn: str) -> None:
     assert parse_args(["--attn", attn]).attn == attn

@@ -243,6 +243,12 @@ def test_port_in_use(flags: list[str], tmp_path: Path) -> None:
         assert winner.wait_ready().url.endswith(port)
 
 
+def test_address_of_another_machine(tmp_path: Path) -> None:
+    with ServerProcess("--host", "192.0.2.1", tmp=tmp_path) as server:  # reserved for documentation
+        assert server.wait() == 2
+        assert server.stderr == "minisgl: --host must be an address of this machine, not '192.0.2.1'.\n"
+
+
 def test_port_is_free_again_at_once(flags: list[str], tmp_path: Path) -> None:
     """After the terminal was closed: connections in TIME_WAIT do not keep the next server off the port."""
     with ServerProcess(*flags, tmp=tmp_path).wait_ready() as server:
