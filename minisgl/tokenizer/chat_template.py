@@ -116,7 +116,7 @@ def _with_object_arguments(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"])
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return call  # what the model wrote back then, to be shown as it was
     return {**call, "function": {**function, "arguments": arguments}}
 

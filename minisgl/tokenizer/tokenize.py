@@ -56,9 +56,11 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: Prompt, max_seq_len: int | None) -
         except ChatTemplateError as error:
             raise _PromptError(str(error), "messages") from error
         _check_length(tokenizer, text, max_seq_len, "messages")
+        _check_characters(text, "messages")
         ids, param = tokenizer.encode(text, add_special_tokens=False), "messages"
     elif isinstance(prompt, TextPrompt):
         _check_length(tokenizer, prompt.text, max_seq_len, "prompt")
+        _check_characters(prompt.text, "prompt")
         ids, param = tokenizer.encode(prompt.text), "prompt"
         # The client may have applied the chat template itself, and that has written BOS already.
         if tokenizer.adds_bos and ids[1:2] == [tokenizer.bos_token_id]:
@@ -80,3 +82,12 @@ def _check_length(tokenizer: Tokenizer, text: str, max_seq_len: int | None, para
             param,
             code="context_length_exceeded",
         )
+
+
+def _check_characters(text: str, param: str) -> None:
+    """Half a surrogate pair is a character for Python and for JSON, but not for UTF-8 nor for any tokenizer."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(text[error.start]):04X}"
+        raise _PromptError(f"The prompt cannot be tokenized: it has a lone surrogate ({half}).", param) from None

@@ -105,6 +105,13 @@ def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
     assert "assistant<|end_header_id|>\n\n<|eot_id|>" in ChatTemplate({"default": LLAMA}, SPECIAL).render(messages)
 
 
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, "1" * 5000, ""])
+def test_arguments_that_are_no_json_are_shown_as_they_are(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    text = ChatTemplate({"default": QWEN}, SPECIAL).render([CHAT[0], {"role": "assistant", "tool_calls": [call]}])
+    assert f'"arguments": "{arguments}"}}' in text
+
+
 def test_text_parts_are_all_there_in_order() -> None:
     parts = [{"type": "text", "text": "one "}, "two ", {"type": "text", "text": "three"}]
     assert text_of(parts) == "one two three"

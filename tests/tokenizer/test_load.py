@@ -147,6 +147,16 @@ def test_broken_files_are_named(tmp_path: Path, save_model: SaveModel) -> None:
         load_tokenizer(path)
 
 
+@pytest.mark.parametrize("value", ["hot", True, [1], {}])
+def test_recommendations_and_end_tokens_of_the_wrong_kind(tmp_path: Path, save_model: SaveModel, value: Any) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": value}))
+    with pytest.raises(TokenizerError, match=r"generation_config\.json: temperature must be a number"):
+        generation_defaults(tmp_path)
+    if value != [1]:
+        with pytest.raises(TokenizerError, match="eos_token_id must be a token id or a list of them"):
+            load_tokenizer(save_model(byte_level(), generation_config={"eos_token_id": value}))
+
+
 def test_the_fewest_tokens_a_text_can_have(families: dict[str, Tokenizer]) -> None:
     for name in ("byte_level", "sentencepiece"):
         tokenizer = families[name]

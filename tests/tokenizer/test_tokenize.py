@@ -55,6 +55,14 @@ def chat(text: Any, **variables: Any) -> ChatPrompt:
     return ChatPrompt(messages=[{"role": "user", "content": text}], template_kwargs=variables)
 
 
+def test_a_lone_surrogate_is_the_clients_mistake(chatty: Tokenizer) -> None:
+    """It travels through UTF-8 as an escape in the arguments of a tool call, say."""
+    for prompt, param in ((TextPrompt(text="a\udc80"), "prompt"), (chat("a\udc80"), "messages")):
+        error = error_of(ask(chatty, prompt))
+        assert (error.status, error.param) == (400, param)
+        assert "U+DC80" in error.message
+
+
 def test_text_chat_and_ids_become_ids(chatty: Tokenizer) -> None:
     plain = chatty.encode("Hello", add_special_tokens=False)
     assert ids_of(chatty, TextPrompt(text="Hello")) == [0, *plain]
@@ -142,6 +150,5 @@ def test_a_text_that_may_fit_is_tokenized(chatty: Tokenizer) -> None:
     assert isinstance(ask(chatty, TextPrompt(text="Hello " * 200), max_seq_len=512), UserMsg)
 
 
-@pytest.mark.parametrize("prompt", [IdsPrompt(ids=b"abc"), TextPrompt(text="\ud800")])
-def test_what_cannot_be_tokenized_is_an_error_and_no_exception(byte_tokenizer: Tokenizer, prompt: Prompt) -> None:
-    assert error_of(ask(byte_tokenizer, prompt)).status == 500
+def test_what_cannot_be_tokenized_is_an_error_and_no_exception(byte_tokenizer: Tokenizer) -> None:
+    assert error_of(ask(byte_tokenizer, IdsPrompt(ids=b"abc"))).status == 500
