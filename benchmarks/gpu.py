@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from minisgl.models.config import ModelConfig
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
 SEQUENCES = 256
+TESTS = ("tests/kernel_triton", "tests/engine", "tests/models")
 
 
 @dataclass(frozen=True)
@@ -160,11 +162,12 @@ def offline(name: str, *more: str) -> list[str]:
 
 
 def sections() -> dict[str, Section]:
+    workers = ("-n", "8") if find_spec("xdist") else ()
     small = ("--num-seqs", "4", "--batch-1", "64")
     both = [offline("qwen3-14b", *small), offline("qwen3-14b", "--tp", "2", *small)]
     parallel = run("-c", f"import subprocess\nfor c in {both!r}: subprocess.run(c, check=True)")
     return {
-        "tests": Section(run("-m", "pytest", "-q", "-m", "gpu", "--tb=short", "tests"), 300, tests_report),
+        "tests": Section(run("-m", "pytest", "-q", "-m", "gpu", "--tb=short", *workers, *TESTS), 300, tests_report),
         "offline-0.6b": Section(offline("qwen3-0.6b", "--batch-1", "128"), 120, partial(offline_report, "qwen3-0.6b")),
         "offline-14b": Section(offline("qwen3-14b", "--batch-1", "64"), 180, partial(offline_report, "qwen3-14b")),
         "offline-30b": Section(
