@@ -111,6 +111,7 @@ class LLM:
             self.engine_info: EngineInfo = engine.info
             self.generation_defaults = generation_defaults(path)
             self._closing = stack.pop_all()
+        self._closed = False
         self._uids = itertools.count()
 
     @overload
@@ -176,6 +177,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and everything else. Safe to call twice."""
+        self._closed = True
         self._closing.close()
 
     def __enter__(self) -> Self:
@@ -215,6 +217,8 @@ class LLM:
         return list(completions.values())
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> int:
+        if self._closed:
+            raise RuntimeError("This LLM has been closed; make a new one.")
         params = _checked(params)
         uid = next(self._uids)
         message = tokenize_request(self._tokenizer, TokenizeMsg(uid=uid, prompt=prompt, params=params))

@@ -149,6 +149,8 @@ def test_closing_frees_and_a_second_one_can_be_made(model: Path) -> None:
         llm.close()
         gc.collect()
         assert process.num_threads() < threads
+        with pytest.raises(RuntimeError, match="has been closed"):
+            llm.generate("again", GREEDY)
     assert ids[0] == ids[1]
 
 
