@@ -126,7 +126,7 @@ def chat(args: ServerArgs) -> int:
     except ModelNotAvailable as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return 2
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, MemoryError, OSError) as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return 1
     with llm:

@@ -99,7 +99,6 @@ class Driver:
                 head_dim=model.config.head_dim,
                 page_size=page_size,
                 max_running_req=rows,
-                max_seq_len=max_seq_len,
                 token_budget=256,
                 dtype=context.dtype,
                 device=context.device,

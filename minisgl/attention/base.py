@@ -61,7 +61,6 @@ class BackendConfig:
     head_dim: int
     page_size: int
     max_running_req: int
-    max_seq_len: int
     token_budget: int
     dtype: torch.dtype
     device: torch.device

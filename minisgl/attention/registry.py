@@ -14,16 +14,21 @@ if TYPE_CHECKING:
     from .base import AttentionBackend, BackendConfig
 
 BACKENDS = {
-    "torch": ("torch_reference", "TorchAttention"),
-    "cpu": ("cpu", "CpuAttention"),
-    "triton": ("triton", "TritonAttention"),
+    "torch": ("torch_reference", "TorchAttention", ("cpu", "cuda")),
+    "cpu": ("cpu", "CpuAttention", ("cpu",)),
+    "triton": ("triton", "TritonAttention", ("cuda",)),
 }
+"""Module, class, and the kinds of device that it runs on."""
 
 
 def make_backend(name: str, config: BackendConfig, ops: Ops) -> AttentionBackend:
-    """Raises ValueError for an unknown name, and whatever the backend raises where it cannot run."""
+    """Raises ValueError for an unknown name, and for a backend that does not run on the device of ``config``."""
     if name not in BACKENDS:
         raise ValueError(f"Unknown attention backend {name!r}; there are: {', '.join(BACKENDS)}.")
-    module, attribute = BACKENDS[name]
+    module, attribute, devices = BACKENDS[name]
+    device = config.device.type
+    if device not in devices:
+        others = ", ".join(other for other, (_, _, runs_on) in BACKENDS.items() if device in runs_on)
+        raise ValueError(f"Attention backend {name!r} does not run on device {device}; choose among: {others}.")
     backend: type[AttentionBackend] = getattr(import_module(f"{__package__}.{module}"), attribute)
     return backend(config, ops)

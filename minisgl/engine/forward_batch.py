@@ -21,14 +21,10 @@ class HostPlan:
     cached: Int32
     new: Int32
     num_single: int
-    max_new: int
-    max_seq_len: int
 
     @classmethod
     def of(cls, cached: Int32, new: Int32) -> HostPlan:
-        if not len(new):
-            return cls(cached, new, 0, 0, 0)
-        return cls(cached, new, int(np.count_nonzero(new == 1)), int(new.max()), int((cached + new).max()))
+        return cls(cached, new, int(np.count_nonzero(new == 1)))
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ class _Loader:
         context = context_that_fits(self.max_seq_len, num_pages, self.config.page_size)
         result = runner(num_pages, context)
         # The first step is slow (thread pools, kernels that are made on first use), so it is not a client's.
-        run_padding(result, requests=1, tokens=2)
+        run_padding(result, requests=1, tokens=min(2, context))
         return_freed_memory()
         return result
 
@@ -152,7 +152,6 @@ class _Loader:
             head_dim=self.model_config.head_dim,
             page_size=self.config.page_size,
             max_running_req=self.max_running_req,
-            max_seq_len=self.max_seq_len,
             token_budget=self.token_budget,
             dtype=self.dtype,
             device=self.device,

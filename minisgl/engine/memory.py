@@ -18,7 +18,7 @@ MIN_TOKENS = 512
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-class OutOfMemoryError(RuntimeError):
+class OutOfMemoryError(MemoryError):
     """The model does not fit. One sentence that says what to change."""
 
 

@@ -45,6 +45,7 @@ class ServerArgs:
     model_source: ModelSource = "huggingface"
     load_format: LoadFormat = "auto"
     served_model_name: str | None = None
+    max_queue: int | None = None
     disable_overlap: bool = False
     seed: int | None = None
     silent_output: bool = False
@@ -167,6 +168,12 @@ def _build_parser() -> _Parser:
         "share of the memory to use (default: 0.9 of a GPU, 0.3 of a host)",
     )
     add("--max-running-req", _integer(1, 65536), "N", "requests that run at once (default: 64 on a CPU, 256 on a GPU)")
+    add(
+        "--max-queue",
+        _integer(0),
+        "N",
+        "requests that may wait for a place; one more is refused with 503 (default: no limit)",
+    )
     add("--max-prefill-length", _integer(1), "N", "new tokens in one step, over all requests (default: by device)")
     choice("--cache", get_args(CacheName), "radix: prefixes are shared; naive: nothing is kept")
     add("--attn", _attention, "NAME", f"attention: auto, {', '.join(BACKENDS)}, or PREFILL,DECODE")

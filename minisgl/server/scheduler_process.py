@@ -75,7 +75,9 @@ def serve(engine: Engine, config: RankConfig, reporter: Reporter) -> None:
     else:
         io = FollowerIO(context, addresses.rank(config.rank))
     scheduler = Scheduler(
-        engine, io, SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=config.seed)
+        engine,
+        io,
+        SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=config.seed, max_queue=args.max_queue),
     )
     info = engine.info
     reporter.ready(

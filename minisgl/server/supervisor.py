@@ -71,7 +71,8 @@ class Supervisor:
         os.set_blocking(self._signal_write, False)
         # Written to by the C handler: a Python one might not run before a wait that begins right now has ended.
         self._wakeup_before = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
-        self._handlers = {s: signal.signal(s, _leave_it_to_the_pipe) for s in ending_signals()}
+        for signum in ending_signals():
+            signal.signal(signum, _leave_it_to_the_pipe)
         # Before the first worker and outside of our signal mask, which starting the tracker would undo.
         resource_tracker.ensure_running()
         self.workers: list[Worker] = []
@@ -140,9 +141,11 @@ class Supervisor:
         self.workers.clear()
 
     def close(self) -> None:
-        """Gives the signals back. All workers have been stopped."""
-        for signum, handler in self._handlers.items():
-            signal.signal(signum, handler)
+        """All workers have been stopped. A signal from here on is ignored: this process is about to end in good order,
+        and another Ctrl-C must not turn that into a death by signal.
+        """
+        for signum in ending_signals():
+            signal.signal(signum, signal.SIG_IGN)
         signal.set_wakeup_fd(self._wakeup_before)
         os.close(self._signal_read)
         os.close(self._signal_write)

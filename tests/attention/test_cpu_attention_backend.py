@@ -17,7 +17,7 @@ HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE, ROWS = 6, 2, 24, 64, 4, 4
 
 
 def config(dtype: torch.dtype = torch.float32) -> BackendConfig:
-    return BackendConfig(HEADS, KV_HEADS, DIM, PAGE_SIZE, ROWS, 64, 256, dtype, CPU)
+    return BackendConfig(HEADS, KV_HEADS, DIM, PAGE_SIZE, ROWS, 256, dtype, CPU)
 
 
 def make_spec(window: int | None, norms: bool) -> AttentionSpec:

@@ -19,7 +19,7 @@ DIM, PAGES, ROWS = 16, 64, 5
 
 
 def config(page_size: int, heads: int = 4, kv_heads: int = 2) -> BackendConfig:
-    return BackendConfig(heads, kv_heads, DIM, page_size, ROWS, 64, 256, torch.float32, CPU)
+    return BackendConfig(heads, kv_heads, DIM, page_size, ROWS, 256, torch.float32, CPU)
 
 
 def make_pool(page_size: int, kv_heads: int) -> KVPool:

@@ -213,10 +213,18 @@ def test_what_cannot_be_built_says_why(tiny_model: Path, tmp_path: Path) -> None
         tiny_engine(tmp_path / "nothing")
     with pytest.raises(ValueError, match="attention backend"):
         tiny_engine(tiny_model, attention="nonsense")
+    with pytest.raises(ValueError, match="does not run on device cpu; choose among: torch, cpu"):
+        tiny_engine(tiny_model, attention="torch,triton")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="no CUDA device"):
             tiny_engine(tiny_model, device="cuda")
     assert threading.active_count() <= threads
+
+
+def test_a_cache_of_one_token_can_be_built(tiny_model: Path) -> None:
+    engine = tiny_engine(tiny_model, num_pages=1, page_size=1)
+    assert (engine.info.num_pages, engine.info.max_seq_len) == (1, 1)
+    engine.close()
 
 
 def test_dummy_weights_need_only_a_config(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_a_mixed_step() -> None:
         "table_index": [4 * 20 + 1, 16],
         "table_pages": [50, 51],
     }
-    assert (plan.size, plan.num_tokens, plan.host.num_single, plan.host.max_seq_len) == (3, 5, 2, 67)
+    assert (plan.size, plan.num_tokens, plan.host.num_single) == (3, 5, 2)
 
 
 def test_single_tokens_need_no_index() -> None:

@@ -8,7 +8,8 @@ import torch
 from helpers_triton import assert_close, dtypes, make_spec, randn
 
 from minisgl.attention.base import BackendConfig
-from minisgl.attention.registry import make_backend
+from minisgl.attention.torch_reference import TorchAttention
+from minisgl.attention.triton import TritonAttention
 from minisgl.engine.forward_batch import ForwardBatch, HostPlan, token_slots
 from minisgl.engine.kv_pool import KVPool
 from minisgl.layers.ops import Ops
@@ -58,8 +59,8 @@ def forward_batch(steps, table, page_size, device, surplus=None):
 def test_single_tokens_of_a_graph_that_is_not_full(rng, device, fused):
     heads, kv_heads, dim, page_size, pages = 4, 2, 64, 4, 40
     dtype = torch.float32
-    config = BackendConfig(heads, kv_heads, dim, page_size, ROWS, 1024, 1024, dtype, device)
-    backends = [make_backend(name, config, Ops()) for name in ("triton", "torch")]
+    config = BackendConfig(heads, kv_heads, dim, page_size, ROWS, 1024, dtype, device)
+    backends = [kind(config, Ops()) for kind in (TritonAttention, TorchAttention)]
     table = torch.full((ROWS + 1, 20), pages, dtype=torch.int32, device=device)
     table[:ROWS, :10] = torch.randperm(pages, generator=rng).to(device, torch.int32).view(ROWS, -1)
     spec = make_spec(rng, heads, kv_heads, dim, dtype, device)
@@ -105,8 +106,8 @@ def test_steps_agree_with_the_reference(rng, device, on_gpu, fused, windows, sur
     heads, kv_heads, dim, page_size = 4, 2, 64, 4
     for dtype in dtypes(on_gpu):
         pages = 40 * big
-        config = BackendConfig(heads, kv_heads, dim, page_size, ROWS, 1024, 1024, dtype, device)
-        backends = [make_backend(name, config, Ops()) for name in ("triton", "torch")]
+        config = BackendConfig(heads, kv_heads, dim, page_size, ROWS, 1024, dtype, device)
+        backends = [kind(config, Ops()) for kind in (TritonAttention, TorchAttention)]
         pools = [KVPool(2, pages, page_size, kv_heads, dim, dtype=dtype, device=device) for _ in backends]
         for pool in pools:
             pool.k.fill_(float("nan"))

@@ -22,7 +22,8 @@ def test_defaults() -> None:
 
 def test_all_flags() -> None:
     words = """--model m --dtype bfloat16 --device cpu --host ::1 --port 0 --tp 2 --num-pages 10 --page-size 1
-        --memory-ratio 0.5 --max-running-req 3 --max-seq-len-override 4 --max-prefill-length 5 --cache naive
+        --memory-ratio 0.5 --max-running-req 3 --max-seq-len-override 4 --max-prefill-length 5 --max-queue 9
+        --cache naive
         --attn torch,triton --cuda-graph-max-bs 16 --num-tokenizer 6 --num-api-server 7 --model-source modelscope
         --load-format dummy --served-model-name s --disable-overlap --seed 8 --silent-output
         --log-level debug --shell"""
@@ -40,6 +41,7 @@ def test_all_flags() -> None:
         max_running_req=3,
         max_seq_len_override=4,
         max_prefill_length=5,
+        max_queue=9,
         cache="naive",
         attn="torch,triton",
         cuda_graph_max_bs=16,

@@ -301,6 +301,20 @@ def test_replies_find_their_api_server(flags: list[str], tmp_path: Path) -> None
         assert sum(count > 0 for count in clients) >= 2, "the port is shared"
 
 
+def test_full_queue(flags: list[str], tmp_path: Path) -> None:
+    """More than may wait is refused at once, at whichever API server it came in; the others are served."""
+    counts = ["--num-api-server", "2", "--max-running-req", "2", "--max-queue", "2"]
+    with ServerProcess(*flags, *counts, tmp=tmp_path, SIMULATED_DELAY="0.02").wait_ready() as server:
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            responses = list(pool.map(lambda i: server.ask(f"prompt {i}", max_tokens=60, ignore_eos=True), range(12)))
+        codes = [response.status_code for response in responses]
+        assert codes.count(200) >= 4
+        assert codes.count(503) == 12 - codes.count(200) > 0
+        refused = next(response.json()["error"] for response in responses if response.status_code == 503)
+        assert refused["code"] == "queue_full"
+        assert server.ask().status_code == 200
+
+
 def test_client_leaves(flags: list[str], tmp_path: Path) -> None:
     """Its slot is free within a few steps, whether it streamed or not: with one slot, the next request is served."""
     with ServerProcess(*flags, "--max-running-req", "1", tmp=tmp_path, SIMULATED_DELAY="0.05").wait_ready() as server:
