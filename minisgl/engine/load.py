@@ -25,6 +25,8 @@ from .step_plan import plan_step
 
 logger = logging.getLogger(__name__)
 
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
 _GRAPH_RESERVE = 1 << 30  # bytes of GPU memory kept back for the CUDA graphs, which are captured last
 
 
@@ -45,8 +47,12 @@ def pick_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -
         if config.dtype not in ("auto", "float32") and config.tp_rank == 0:
             logger.warning("Half precision (%s) needs a GPU; on this CPU the model runs in float32.", config.dtype)
         return torch.float32
-    name = model.torch_dtype if config.dtype == "auto" else config.dtype
-    return {"float32": torch.float32, "float16": torch.float16}.get(name or "", torch.bfloat16)
+    name = model.torch_dtype or "bfloat16" if config.dtype == "auto" else config.dtype
+    if name not in _DTYPES:
+        raise ValueError(
+            f"The checkpoint's type, {name}, cannot be computed in; choose --dtype {' or '.join(_DTYPES)}."
+        )
+    return _DTYPES[name]
 
 
 def default_attention(device: torch.device) -> str:

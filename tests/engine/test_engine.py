@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import threading
@@ -15,8 +16,10 @@ from engine_driver import Driver, Request, tiny_engine, write_tiny
 from minisgl.core import PENDING, SamplingParams
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import TorchEngine
+from minisgl.engine.load import pick_dtype
 from minisgl.engine.memory import OutOfMemoryError
 from minisgl.engine.step_plan import NOT_FINITE
+from minisgl.models.config import ModelConfig
 
 PROMPT = [5, 90, 17, 33, 150, 61, 8, 8, 120, 44, 71, 3, 19, 188, 2, 77, 101]
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95, seed=11)
@@ -219,6 +222,28 @@ def test_what_cannot_be_built_says_why(tiny_model: Path, tmp_path: Path) -> None
         with pytest.raises(ValueError, match="no CUDA device"):
             tiny_engine(tiny_model, device="cuda")
     assert threading.active_count() <= threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "checkpoint", "expected"),
+    [
+        ("auto", None, torch.bfloat16),
+        ("auto", "float16", torch.float16),
+        ("auto", "float32", torch.float32),
+        ("float16", "float64", torch.float16),
+        ("auto", "float64", None),
+    ],
+)
+def test_the_type_on_a_gpu_is_what_is_asked_for_or_the_checkpoints(
+    tiny_model: Path, asked: Any, checkpoint: str | None, expected: torch.dtype | None
+) -> None:
+    config = EngineConfig(model_path=tiny_model, dtype=asked)
+    model = dataclasses.replace(ModelConfig.from_path(tiny_model), torch_dtype=checkpoint)
+    if expected is None:
+        with pytest.raises(ValueError, match="float64.*choose --dtype"):
+            pick_dtype(config, model, torch.device("cuda"))
+    else:
+        assert pick_dtype(config, model, torch.device("cuda")) == expected
 
 
 def test_a_cache_of_one_token_can_be_built(tiny_model: Path) -> None:
