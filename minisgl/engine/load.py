@@ -49,9 +49,7 @@ def pick_dtype(config: EngineConfig, model: ModelConfig, device: torch.device) -
         return torch.float32
     name = model.torch_dtype or "bfloat16" if config.dtype == "auto" else config.dtype
     if name not in _DTYPES:
-        raise ValueError(
-            f"The checkpoint's type, {name}, cannot be computed in; choose --dtype {' or '.join(_DTYPES)}."
-        )
+        raise ValueError(f"The model's type, {name}, cannot be computed in; choose --dtype {' or '.join(_DTYPES)}.")
     return _DTYPES[name]
 
 
