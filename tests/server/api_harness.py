@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
+from typing import Any
 
 import httpx
 import openai
@@ -15,6 +17,8 @@ from minisgl.server.frontend import FrontendManager
 from minisgl.server.http_server import HttpServer
 
 MODEL = "toy"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
+COMPLETION = {"model": MODEL, "prompt": "hi"}
 
 
 class Api:
@@ -42,3 +46,19 @@ class Api:
         self._server.should_exit = True
         self._thread.join()
         self.frontend.close()
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+def events(text: str) -> list[Any]:
+    """The payloads of a stream, whose framing must be exact."""
+    assert text.endswith("\n\n")
+    frames = text[:-2].split("\n\n")
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    return [frame if frame == "data: [DONE]" else json.loads(frame[6:]) for frame in frames]
