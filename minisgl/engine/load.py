@@ -20,7 +20,7 @@ from .config import DEVICE_DEFAULTS, EngineConfig, Progress
 from .kv_pool import KVPool
 from .memory import KVRoom, available_host_memory, context_that_fits, gib, return_freed_memory
 from .model_runner import Backends, DeviceState, ModelRunner
-from .sampler import make_sampler
+from .sampler import Sampler
 from .step_plan import plan_step
 
 logger = logging.getLogger(__name__)
@@ -58,6 +58,22 @@ def default_attention(device: torch.device) -> str:
     if device.type == "cuda":
         return "triton"
     return "torch" if load_cpu_kernels() is None else "cpu"
+
+
+def make_sampler(vocab_size: int, max_rows: int, device: torch.device) -> Sampler:
+    """The fastest that runs there; a sampler's module is imported when it is made."""
+    if device.type == "cuda":
+        from .triton_sampler import TritonSampler
+
+        return TritonSampler(vocab_size, max_rows, device)
+    kernels = load_cpu_kernels()
+    if kernels is not None:
+        from .cpu_sampler import CpuSampler
+
+        return CpuSampler(kernels, vocab_size, max_rows, device)
+    from .torch_sampler import TorchSampler
+
+    return TorchSampler(vocab_size, max_rows, device)
 
 
 def load(config: EngineConfig, device: torch.device, progress: Progress) -> ModelRunner:

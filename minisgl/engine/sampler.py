@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Sampling
-from minisgl.kernel.cpu import load as load_cpu_kernels
 
 from .penalties import apply_penalties, penalty_arrays
 
@@ -68,18 +67,3 @@ class Sampler(ABC):
     @abstractmethod
     def pick(self, logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """The same, without penalties."""
-
-
-def make_sampler(vocab_size: int, max_rows: int, device: torch.device) -> Sampler:
-    if device.type == "cuda":
-        from .triton_sampler import TritonSampler
-
-        return TritonSampler(vocab_size, max_rows, device)
-    kernels = load_cpu_kernels()
-    if kernels is not None:
-        from .cpu_sampler import CpuSampler
-
-        return CpuSampler(kernels, vocab_size, max_rows, device)
-    from .torch_sampler import TorchSampler
-
-    return TorchSampler(vocab_size, max_rows, device)

@@ -6,7 +6,8 @@ import torch
 
 from minisgl.core import PENDING, Penalties, Sampling
 from minisgl.engine.cpu_sampler import CpuSampler
-from minisgl.engine.sampler import make_sampler, sampling_arrays
+from minisgl.engine.load import make_sampler
+from minisgl.engine.sampler import sampling_arrays
 from minisgl.engine.torch_sampler import TorchSampler
 from minisgl.kernel.cpu import load
 
