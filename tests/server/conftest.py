@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,16 @@ import pytest
 from api_harness import Api
 from fake_backend import FakeBackend
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+
+@pytest.fixture(autouse=True, scope="session")
+def not_under_nohup() -> Iterator[None]:
+    """What these tests start reacts to a hang-up, even where the tests themselves were started to outlive one."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda signum, frame: None)  # a handler is not inherited, other than "ignore"
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="module")
