@@ -6,10 +6,10 @@ import numpy as np
 import torch
 
 from minisgl.attention.base import BackendConfig
+from minisgl.attention.forward_batch import ForwardBatch, HostPlan, token_slots
 from minisgl.attention.registry import make_backend
 from minisgl.core import Batch, Sampling, TableUpdate
-from minisgl.engine.forward_batch import ForwardBatch, HostPlan, token_slots
-from minisgl.engine.kv_pool import KVPool
+from minisgl.kvcache.device_pool import KVPool
 from minisgl.models.base import CausalLM
 
 

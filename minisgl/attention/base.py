@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from minisgl.engine.forward_batch import ForwardBatch
-    from minisgl.engine.kv_pool import KVPool
+    from minisgl.kvcache.device_pool import KVPool
     from minisgl.layers.ops import Ops
+
+    from .forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, eq=False)

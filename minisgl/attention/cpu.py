@@ -11,9 +11,10 @@ from minisgl.kernel.cpu import load
 from .base import AttentionBackend, AttentionSpec, BackendConfig
 
 if TYPE_CHECKING:
-    from minisgl.engine.forward_batch import ForwardBatch
-    from minisgl.engine.kv_pool import KVPool
+    from minisgl.kvcache.device_pool import KVPool
     from minisgl.layers.ops import Ops
+
+    from .forward_batch import ForwardBatch
 
 
 class CpuAttention(AttentionBackend):

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl.engine.forward_batch import token_slots
-
 from .base import AttentionBackend, AttentionSpec
+from .forward_batch import token_slots
 
 if TYPE_CHECKING:
-    from minisgl.engine.forward_batch import ForwardBatch
-    from minisgl.engine.kv_pool import KVPool
+    from minisgl.kvcache.device_pool import KVPool
+
+    from .forward_batch import ForwardBatch
 
 
 class TorchAttention(AttentionBackend):

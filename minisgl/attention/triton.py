@@ -25,9 +25,9 @@ from ..kernel.triton.rope import norm_rope_store
 from .base import AttentionBackend, AttentionSpec, BackendConfig
 
 if TYPE_CHECKING:
-    from ..engine.forward_batch import ForwardBatch, HostPlan
-    from ..engine.kv_pool import KVPool
+    from ..kvcache.device_pool import KVPool
     from ..layers.ops import Ops
+    from .forward_batch import ForwardBatch, HostPlan
 
 
 @dataclass(frozen=True, slots=True)

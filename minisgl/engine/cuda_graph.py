@@ -28,8 +28,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.attention.forward_batch import ForwardBatch, HostPlan
+
 from .config import Progress
-from .forward_batch import ForwardBatch, HostPlan
 from .graph_inputs import GraphInputs, Layout, record
 from .memory import gib
 from .mixed_graph import MixedGraphs

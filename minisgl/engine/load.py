@@ -12,12 +12,12 @@ from minisgl.attention.registry import make_backend
 from minisgl.core import Batch, EngineInfo, Sampling, TableUpdate
 from minisgl.distributed.communicator import Communicator, SingleCommunicator
 from minisgl.kernel.cpu import load as load_cpu_kernels
+from minisgl.kvcache.device_pool import KVPool
 from minisgl.models.base import CausalLM
 from minisgl.models.build import build_model
 from minisgl.models.config import ModelConfig
 
 from .config import DEVICE_DEFAULTS, EngineConfig, Progress
-from .kv_pool import KVPool
 from .memory import KVRoom, available_host_memory, context_that_fits, gib, return_freed_memory
 from .model_runner import Backends, DeviceState, ModelRunner
 from .sampler import Sampler

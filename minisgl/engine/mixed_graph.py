@@ -1,7 +1,7 @@
 """CUDA graphs of the forward pass of any step, prompts included: one for each bucket of token counts.
 
 A step of T tokens replays the next bucket up. Its surplus tokens belong to nobody and its surplus requests have no
-length (:class:`~minisgl.engine.forward_batch.ForwardBatch`), so that one recording serves every mix of requests:
+length (:class:`~minisgl.attention.forward_batch.ForwardBatch`), so that one recording serves every mix of requests:
 
     T = 6 in a bucket of 8     tokens      a | b | c d e f | 0 0       7 requests at most, one of them is padding
                                requests    0   1     2       R R R R
@@ -19,8 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from minisgl.attention.forward_batch import ForwardBatch, HostPlan
+
 from .config import Progress
-from .forward_batch import ForwardBatch, HostPlan
 from .graph_inputs import GraphInputs, Layout, record
 from .model_runner import ModelRunner
 from .step_plan import StepPlan

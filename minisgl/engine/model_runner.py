@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend
+from minisgl.attention.forward_batch import ForwardBatch, token_slots
 from minisgl.core import EngineInfo
 from minisgl.distributed.communicator import Communicator
+from minisgl.kvcache.device_pool import KVPool
 from minisgl.models.base import CausalLM
 
-from .forward_batch import ForwardBatch, token_slots
-from .kv_pool import KVPool
 from .sampler import Sampler
 from .step_plan import StepPlan
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minisgl.attention.forward_batch import HostPlan
 from minisgl.core import Batch, BatchResult, Int32
 
-from .forward_batch import HostPlan
 from .sampler import Arrays, sampling_arrays
 
 NOT_FINITE = (

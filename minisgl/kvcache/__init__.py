@@ -1,4 +1,4 @@
-"""Host side of the KV cache: which page holds what. Nothing here touches a device."""
+"""Host side of the KV cache: which page holds what. Only the pool itself (:mod:`.device_pool`) touches a device."""
 
 from .allocator import PageAllocator
 from .base import Handle, Match, PrefixCache

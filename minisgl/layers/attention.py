@@ -15,8 +15,8 @@ from .linear import QKVLinear, RowLinear
 from .norm import RMSNorm
 
 if TYPE_CHECKING:
-    from minisgl.engine.forward_batch import ForwardBatch
-    from minisgl.engine.kv_pool import KVPool
+    from minisgl.attention.forward_batch import ForwardBatch
+    from minisgl.kvcache.device_pool import KVPool
     from minisgl.models.config import ModelConfig
 
 

@@ -17,8 +17,8 @@ from minisgl.layers.rotary import rope_table
 
 if TYPE_CHECKING:
     from minisgl.attention.base import AttentionBackend
-    from minisgl.engine.forward_batch import ForwardBatch
-    from minisgl.engine.kv_pool import KVPool
+    from minisgl.attention.forward_batch import ForwardBatch
+    from minisgl.kvcache.device_pool import KVPool
 
     from .config import ModelConfig
 

@@ -11,7 +11,7 @@ from model_driver import make_batch, make_forward_batch
 from minisgl.attention.base import AttentionSpec, BackendConfig
 from minisgl.attention.registry import BACKENDS, make_backend
 from minisgl.attention.torch_reference import TorchAttention
-from minisgl.engine.kv_pool import KVPool
+from minisgl.kvcache.device_pool import KVPool
 from minisgl.layers.ops import Ops
 
 CPU = torch.device("cpu")

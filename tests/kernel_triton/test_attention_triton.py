@@ -8,10 +8,10 @@ import torch
 from helpers_triton import assert_close, dtypes, make_spec, randn
 
 from minisgl.attention.base import BackendConfig
+from minisgl.attention.forward_batch import ForwardBatch, HostPlan, token_slots
 from minisgl.attention.torch_reference import TorchAttention
 from minisgl.attention.triton import TritonAttention
-from minisgl.engine.forward_batch import ForwardBatch, HostPlan, token_slots
-from minisgl.engine.kv_pool import KVPool
+from minisgl.kvcache.device_pool import KVPool
 from minisgl.layers.ops import Ops
 
 ROWS = 4

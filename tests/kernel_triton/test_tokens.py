@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minisgl.engine.forward_batch import token_slots
+from minisgl.attention.forward_batch import token_slots
 from minisgl.kernel.triton.tokens import place_tokens
 
 
