@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
+
+
+class RankWatch(Protocol):
+    """Whoever knows whether the processes of the other ranks are alive."""
+
+    def check(self) -> None:
+        """Raises RuntimeError, which names the rank and how it ended, when one is gone."""
+        ...
+
+    def on_loss(self, act: Callable[[], None]) -> None:
+        """Has ``act`` called, from a thread of its own, as soon as one is gone."""
+        ...
 
 
 class Communicator(ABC):
@@ -26,6 +40,10 @@ class Communicator(ABC):
         """Overwrites ``x`` (contiguous) with that of rank 0 and returns it."""
 
     @abstractmethod
+    def abort(self) -> None:
+        """A rank is gone: ends what waits for it, from any thread. The collectives raise, or return garbage."""
+
+    @abstractmethod
     def close(self) -> None:
         """Leaves the group. The ranks need not do it at the same time."""
 
@@ -44,6 +62,9 @@ class SingleCommunicator(Communicator):
 
     def broadcast(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+    def abort(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

@@ -4,29 +4,61 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from .communicator import Communicator, SingleCommunicator
+from .communicator import Communicator, RankWatch, SingleCommunicator
+
+if TYPE_CHECKING:
+    from .one_shot import OneShot
+
+_POLL = 0.02  # seconds
 
 
 def make_communicator(
-    rank: int, world_size: int, device: torch.device, rendezvous: Path | None = None, *, timeout: float = 600
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    rendezvous: Path | None = None,
+    *,
+    watch: RankWatch | None = None,
+    timeout: float = 600,
 ) -> Communicator:
     """The communicator of one rank. Blocks until all ranks are there, ``timeout`` seconds at most.
 
     The ranks find each other through the file ``rendezvous``, which must not exist before and lies on their common host
     (in the run directory of the server instance), so that no port has to be found free. A collective that waits longer
-    than ``timeout`` for a rank raises RuntimeError.
+    than ``timeout`` for a rank raises RuntimeError. With ``watch`` nobody waits for a rank that is gone; without it
+    whoever started the processes has to end them.
     """
     if world_size == 1:
         return SingleCommunicator()
     if rendezvous is None:
         raise ValueError("Several ranks need a rendezvous file.")
-    return TorchCommunicator(rank, world_size, device, rendezvous, timeout)
+    comm = TorchCommunicator(rank, world_size, device, rendezvous, watch, timeout)
+    if watch is not None:
+        watch.on_loss(comm.abort)
+    return comm
+
+
+def _meet(rank: int, world_size: int, rendezvous: Path, watch: RankWatch | None, timeout: float) -> dist.FileStore:
+    """Waits until every rank has left its name in the store, so that what comes next blocks for moments only."""
+    store = dist.FileStore(str(rendezvous), world_size)
+    store.set_timeout(timedelta(seconds=timeout))
+    store.set(f"rank {rank}", "is here")
+    deadline = time.monotonic() + timeout
+    while missing := [other for other in range(world_size) if not store.check([f"rank {other}"])]:
+        if watch is not None:
+            watch.check()
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"Rank {', '.join(map(str, missing))} did not come within {timeout:g} s.")
+        time.sleep(_POLL)
+    return store
 
 
 # torch 2.13 renames it, and warns on every call of the old name.
@@ -36,20 +68,30 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 class TorchCommunicator(Communicator):
     """A process belongs to one group at a time, since torch.distributed keeps its default group per process."""
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, rendezvous: Path, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        rendezvous: Path,
+        watch: RankWatch | None,
+        timeout: float,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self._one_shot: OneShot | None = None
         if device.type == "cuda":
             # NVLink multicast (NVLS) is not available to every container that sees the GPUs.
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         else:
             # All ranks are on this host: stay on the loopback, whatever the host's name resolves to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        store = _meet(rank, world_size, rendezvous, watch, timeout)
         try:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.FileStore(str(rendezvous), world_size),
+                store=store,
                 rank=rank,
                 world_size=world_size,
                 timeout=timedelta(seconds=timeout),
@@ -60,12 +102,19 @@ class TorchCommunicator(Communicator):
             # keeps its number, unlike one that was destroyed, and the next one here would wait for ever.
             dist.distributed_c10d._world.group_count = 0
             raise
+        if device.type == "cuda":
+            # Loads Triton.
+            from .one_shot import make_one_shot
+
+            self._one_shot = make_one_shot(rank, world_size, device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu" and self.world_size > 2:
             # A ring adds each element in an order that depends on its place in the buffer, and so on the neighbours of
             # a row. Two summands commute; more are added in rank order, to keep rows independent of their batch.
             return self._gather(x).sum(dim=0)
+        if self._one_shot is not None and self._one_shot.serves(x):
+            return self._one_shot.all_reduce(x)
         dist.all_reduce(x)
         return x
 
@@ -82,6 +131,14 @@ class TorchCommunicator(Communicator):
         dist.broadcast(x, src=0)
         return x
 
+    def abort(self) -> None:
+        if self._one_shot is not None:
+            self._one_shot.abort()
+        # gloo notices by itself that a rank is gone.
+        if self.device.type == "cuda" and dist.group.WORLD is not None:
+            dist.group.WORLD._get_backend(self.device).abort()
+
     def close(self) -> None:
+        self._one_shot = None
         if dist.is_initialized():
             dist.destroy_process_group()

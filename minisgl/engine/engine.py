@@ -10,6 +10,8 @@ from minisgl.core import Batch, EngineInfo, InFlight
 from .config import EngineConfig, Progress
 
 if TYPE_CHECKING:
+    from minisgl.distributed.communicator import RankWatch
+
     from .cpu_runner import CpuRunner
     from .cuda_runner import CudaRunner
 
@@ -17,13 +19,14 @@ if TYPE_CHECKING:
 class TorchEngine:
     """Implements :class:`minisgl.core.Engine` on a CPU or a GPU.
 
-    ``progress`` is told how the start goes on. Raises ValueError for what cannot be served, and
-    :class:`~minisgl.engine.memory.OutOfMemoryError` for what does not fit, each in one sentence.
+    ``progress`` is told how the start goes on; ``watch`` knows about the other ranks, if somebody does. Raises
+    ValueError for what cannot be served, and :class:`~minisgl.engine.memory.OutOfMemoryError` for what does not fit,
+    each in one sentence.
     """
 
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(self, config: EngineConfig, progress: Progress | None = None, watch: RankWatch | None = None) -> None:
         told = progress or (lambda what, fraction: None)
         told("loading torch", None)
         _limit_spinning()
@@ -34,12 +37,12 @@ class TorchEngine:
         if device.type == "cuda":
             from .cuda_runner import CudaRunner
 
-            self._runner = CudaRunner(device, lambda: load(config, device, told), config.cuda_graph_max_bs, told)
+            self._runner = CudaRunner(device, lambda: load(config, device, told, watch), config.cuda_graph_max_bs, told)
         else:
             from .cpu_runner import CpuRunner, physical_cores
 
             threads = config.num_threads or max(1, physical_cores() // config.tp_size)
-            self._runner = CpuRunner(lambda: load(config, device, told), threads)
+            self._runner = CpuRunner(lambda: load(config, device, told, watch), threads)
         self.info = self._runner.info
 
     def launch(self, batch: Batch) -> InFlight:

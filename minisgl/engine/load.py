@@ -10,7 +10,7 @@ import torch
 from minisgl.attention.base import BackendConfig
 from minisgl.attention.registry import make_backend
 from minisgl.core import Batch, EngineInfo, Sampling, TableUpdate
-from minisgl.distributed.communicator import Communicator, SingleCommunicator
+from minisgl.distributed.communicator import Communicator, RankWatch, SingleCommunicator
 from minisgl.kernel.cpu import load as load_cpu_kernels
 from minisgl.kvcache.device_pool import KVPool
 from minisgl.models.base import CausalLM
@@ -76,11 +76,11 @@ def make_sampler(vocab_size: int, max_rows: int, device: torch.device) -> Sample
     return TorchSampler(vocab_size, max_rows, device)
 
 
-def load(config: EngineConfig, device: torch.device, progress: Progress) -> ModelRunner:
+def load(config: EngineConfig, device: torch.device, progress: Progress, watch: RankWatch | None) -> ModelRunner:
     """To be called in the thread, and on the stream, that will run the steps."""
     model_config = ModelConfig.from_path(config.model_path)
     dtype = pick_dtype(config, model_config, device)
-    comm = _communicator(config, device)
+    comm = _communicator(config, device, watch)
     try:
         return _Loader(config, model_config, device, dtype, comm, progress).load()
     except BaseException:
@@ -88,13 +88,13 @@ def load(config: EngineConfig, device: torch.device, progress: Progress) -> Mode
         raise
 
 
-def _communicator(config: EngineConfig, device: torch.device) -> Communicator:
+def _communicator(config: EngineConfig, device: torch.device, watch: RankWatch | None) -> Communicator:
     if config.tp_size == 1:
         return SingleCommunicator()
     # torch.distributed takes its time to import.
     from minisgl.distributed.torch_communicator import make_communicator
 
-    return make_communicator(config.tp_rank, config.tp_size, device, config.rendezvous)
+    return make_communicator(config.tp_rank, config.tp_size, device, config.rendezvous, watch=watch)
 
 
 class _Loader:

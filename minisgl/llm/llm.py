@@ -37,6 +37,8 @@ from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, 
 from .local_io import LocalIO
 from .ranks import FollowerRanks
 
+_DEATH_SHOWS = 2.0  # seconds after the connections of a dead process have ended
+
 Message = dict[str, Any]
 """A chat message in OpenAI's shape: ``{"role": ..., "content": ...}``."""
 
@@ -75,7 +77,8 @@ class LLM:
     of the server (ports, processes) do nothing here. With ``tp`` above 1 the other ranks are processes of their own, so
     the program needs the usual ``if __name__ == "__main__":``. Not for several threads at once.
 
-    Raises :class:`~minisgl.models.source.ModelNotAvailable`, or ValueError for an option that cannot be served.
+    Raises :class:`~minisgl.models.source.ModelNotAvailable`, or ValueError for an option that cannot be served. When
+    the process of another rank dies, whatever runs and all that comes after it raises RuntimeError.
     """
 
     def __init__(
@@ -100,7 +103,9 @@ class LLM:
                 stack.callback(ranks.close)
             addresses = ranks.addresses if ranks else Addresses(directory="")
             rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
-            engine = TorchEngine(engine_config(rank_config), told)
+            self._ranks = ranks
+            with self._naming_the_dead():
+                engine = TorchEngine(engine_config(rank_config), told, watch=ranks)
             stack.callback(engine.close)
             if ranks:
                 ranks.wait_ready()
@@ -230,7 +235,7 @@ class LLM:
     def _replies(self, uids: set[int]) -> Generator[UserReply]:
         """Runs the scheduler until all of ``uids`` have ended."""
         while uids:
-            self._scheduler.step()
+            self._step()
             for reply in self._io.take_replies():
                 if reply.error is not None:
                     raise RequestError(reply.error.message)
@@ -242,9 +247,29 @@ class LLM:
         """Ends what is left of ``uids``, so that the next call finds a clean house. Most often that is nothing."""
         for uid in uids:
             self._io.submit(AbortBackendMsg(uid=uid))
-        while self._scheduler.step():
+        while self._step():
             pass
         self._io.take_replies()
+
+    def _step(self) -> bool:
+        """One turn of the scheduler. From the loss of a rank on, what comes back is garbage and nobody must see it."""
+        with self._naming_the_dead():
+            more = self._scheduler.step()
+        if self._ranks:
+            self._ranks.check()
+        return more
+
+    @contextlib.contextmanager
+    def _naming_the_dead(self) -> Generator[None]:
+        """A broken connection to another rank becomes the reason for it, which may show a little later."""
+        if self._ranks:
+            self._ranks.check()
+        try:
+            yield
+        except RuntimeError:
+            if self._ranks:
+                self._ranks.check(_DEATH_SHOWS)
+            raise
 
 
 def _checked(params: SamplingParams) -> SamplingParams:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from multiprocessing.connection import wait
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +22,23 @@ from minisgl.server.scheduler_process import RankConfig, run_rank
 
 
 class FollowerRanks:
-    """Starts ranks 1 .. tp - 1. Rank 0 is the caller's: it must load its part before :meth:`wait_ready`."""
+    """Starts ranks 1 .. tp - 1. Rank 0 is the caller's: it must load its part before :meth:`wait_ready`.
+
+    A thread listens to them from their start to :meth:`close`: a report that nobody takes would fill the pipe and stop
+    its sender, and a death must be known while rank 0 waits for the dead. It serves as the watch of rank 0's engine.
+    """
 
     def __init__(self, args: ServerArgs, model_path: Path, seed: int) -> None:
         self._run_dir = RunDir()
         self.addresses = Addresses(directory=str(self._run_dir.path), ranks=args.tp)
         self._zmq: zmq.Context[Any] = zmq.Context()
+        self._changed = threading.Condition()
+        self._ready: set[int] = set()
+        self._loss: str | None = None
+        self._acts: list[Callable[[], None]] = []
         context = multiprocessing.get_context("spawn")
-        self._links = []
-        self._processes = []
+        self._links: dict[Connection, int] = {}
+        self._processes: dict[int, BaseProcess] = {}
         for rank in range(1, args.tp):
             ours, theirs = context.Pipe()
             config = RankConfig(args=args, model_path=model_path, addresses=self.addresses, rank=rank, seed=seed)
@@ -38,32 +49,69 @@ class FollowerRanks:
             )
             process.start()
             theirs.close()
-            self._links.append(ours)
-            self._processes.append(process)
+            self._links[ours] = rank
+            self._processes[rank] = process
         self.inboxes = [Push(self._zmq, self.addresses.rank(rank)) for rank in range(1, args.tp)]
+        self._listener = threading.Thread(target=self._listen, name="follower ranks", daemon=True)
+        self._listener.start()
 
     def wait_ready(self) -> None:
         """Raises RuntimeError with the reason when a rank cannot start."""
-        for rank, (link, process) in enumerate(zip(self._links, self._processes, strict=True), 1):
-            while True:
-                wait([link, process.sentinel])
+        with self._changed:
+            self._changed.wait_for(lambda: self._loss is not None or len(self._ready) == len(self._processes))
+        self.check()
+
+    def check(self, patience: float = 0.0) -> None:
+        """Raises RuntimeError when a rank is gone, or proves to be within ``patience`` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._loss is not None, patience)
+            if self._loss is not None:
+                raise RuntimeError(f"{self._loss} This LLM cannot go on; close it and make a new one.")
+
+    def on_loss(self, act: Callable[[], None]) -> None:
+        with self._changed:
+            self._acts.append(act)
+            lost = self._loss is not None
+        if lost:
+            act()
+
+    def _listen(self) -> None:
+        """Until the first rank is gone: then there is nothing more to hear."""
+        links = dict(self._links)
+        while True:
+            for link in wait(links):
+                assert isinstance(link, Connection)
+                rank = links[link]
                 try:
                     report = link.recv()
-                except EOFError:
-                    process.join()
-                    raise RuntimeError(
-                        f"Rank {rank} died while it was starting ({exit_words(process.exitcode)})."
-                    ) from None
+                except (EOFError, OSError):
+                    self._processes[rank].join()
+                    self._lose(f"Rank {rank} died ({exit_words(self._processes[rank].exitcode)}).")
+                    return
                 if isinstance(report, Failed):
-                    raise RuntimeError(f"Rank {rank}: {report.message}")
+                    self._lose(f"Rank {rank}: {report.message}")
+                    return
                 if isinstance(report, Ready):
-                    break
+                    with self._changed:
+                        self._ready.add(rank)
+                        self._changed.notify_all()
+
+    def _lose(self, loss: str) -> None:
+        with self._changed:
+            self._loss = loss
+            acts = list(self._acts)
+            self._changed.notify_all()
+        for act in acts:
+            act()
 
     def close(self) -> None:
-        for process in self._processes:
+        with self._changed:
+            self._acts.clear()  # these deaths are no loss
+        for process in self._processes.values():
             process.kill()  # it holds nothing that must be put in order
-        for process in self._processes:
+        for process in self._processes.values():
             process.join()
+        self._listener.join()
         for inbox in self.inboxes:
             inbox.close()
         for link in self._links:

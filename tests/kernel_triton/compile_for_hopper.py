@@ -18,6 +18,7 @@ from offline_sm90 import OfflineDriver, install
 
 from minisgl.attention.base import AttentionSpec
 from minisgl.kernel.triton.activation import silu_and_mul
+from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
 from minisgl.kernel.triton.grouped_gemm import combine, grouped_gemm
 from minisgl.kernel.triton.launch import Launcher
@@ -126,6 +127,11 @@ def sampler(vocab: int, dtype: torch.dtype) -> None:
     sample(torch.empty(8, vocab, dtype=dtype), floats, ints(8), floats, floats, floats, pdl=True)
 
 
+def reduce(dtype: torch.dtype, world_size: int) -> None:
+    peers = torch.empty(world_size, dtype=torch.int64)
+    all_reduce(torch.empty(1, 5120, dtype=dtype), peers, ints(PROGRAMS), ints(1), 0, 1 << 20, pdl=True)
+
+
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CASES = {
     "rows": partial(rows, QWEN3_14B, BF16),
@@ -145,6 +151,8 @@ CASES = {
     "experts-1024": partial(experts, BF16, 1024),
     "experts-8192": partial(experts, BF16, 8192),
     "experts-64-fp32": partial(experts, FP32, 64),
+    "all-reduce-2": partial(reduce, BF16, 2),
+    "all-reduce-8": partial(reduce, BF16, 8),
     "sampler": partial(sampler, 151936, FP32),
     "sampler-bf16": partial(sampler, 151936, BF16),
 }

@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from tiny_models import make_reference
 from minisgl import LLM, SamplingParams
 from minisgl.core import ParameterError
 from minisgl.llm.llm import RequestError
+from minisgl.llm.ranks import FollowerRanks
+from minisgl.server.args import ServerArgs
+from minisgl.server.process import Reporter
+from minisgl.server.scheduler_process import RankConfig
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
 
@@ -168,6 +173,62 @@ def test_two_ranks_give_the_output_of_one(model: Path, llm: LLM) -> None:
     ):
         time.sleep(0.05)
     assert not [c for c in children if c.is_running() and "spawn_main" in " ".join(c.cmdline())]
+
+
+@pytest.mark.process
+def test_the_death_of_a_rank_is_an_error_at_once_and_from_then_on(model: Path) -> None:
+    with LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8) as two:
+        child = next(c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline()))
+        stream = two.stream_chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=100, ignore_eos=True))
+        next(stream)
+        child.kill()
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"Rank 1 died \(killed by SIGKILL\)\. .*make a new one"):
+            list(stream)
+        with pytest.raises(RuntimeError, match="Rank 1 died"):
+            two.generate("again", GREEDY)
+        assert time.monotonic() - begin < 5
+    with LLM(str(model), tp=2, page_size=4, num_pages=64) as two:
+        assert two.generate("again", GREEDY).completion_tokens == 12
+
+
+def talkative_rank(config: RankConfig, reporter: Reporter) -> None:
+    for i in range(5000):
+        reporter.progress("loading weights", i / 5000)
+    reporter.ready()
+    reporter.wait_go()
+
+
+def rank_that_cannot_start(config: RankConfig, reporter: Reporter) -> None:
+    raise ValueError("There is no room.")
+
+
+@pytest.mark.process
+def test_reports_of_a_rank_never_fill_its_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has to load while this process loads, and takes no reports: with some 280 of them it stood still."""
+    monkeypatch.setattr("minisgl.llm.ranks.run_rank", talkative_rank)
+    ranks = FollowerRanks(ServerArgs(model="none", tp=2), Path("none"), seed=0)
+    try:
+        ranks.wait_ready()
+    finally:
+        ranks.close()
+
+
+@pytest.mark.process
+def test_a_rank_that_cannot_start_says_why_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl.llm.ranks.run_rank", rank_that_cannot_start)
+    ranks = FollowerRanks(ServerArgs(model="none", tp=2), Path("none"), seed=0)
+    acted = threading.Event()
+    ranks.on_loss(acted.set)
+    try:
+        with pytest.raises(RuntimeError, match="Rank 1: There is no room"):
+            ranks.wait_ready()
+        assert acted.wait(1)
+        late = threading.Event()
+        ranks.on_loss(late.set)
+        assert late.is_set()
+    finally:
+        ranks.close()
 
 
 def test_importing_the_package_loads_no_torch() -> None:

@@ -1,0 +1,64 @@
+"""Small sums over the GPUs of one host through memory that all of them can write to."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
+
+from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce, memory_bytes
+from minisgl.kernel.triton.launch import supports_pdl
+
+logger = logging.getLogger(__name__)
+
+_SENT = 4 << 20  # bytes that a rank sends at most; beyond it a ring, which sends less, is faster
+
+
+class OneShot:
+    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of each rank of the default group."""
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        self._rank = rank
+        self._inbox = _SENT // (world_size - 1) // 16 * 16
+        size = memory_bytes(world_size, self._inbox)
+        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        self._memory.zero_()
+        torch.cuda.synchronize(device)
+        handle = symmetric_memory.rendezvous(self._memory, group)
+        handle.barrier()  # all memories are zero before anybody writes
+        torch.cuda.synchronize(device)
+        self._peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
+        # The host must reach it while a kernel waits and everything behind that kernel waits too.
+        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._pdl = supports_pdl(device)
+
+    def serves(self, x: torch.Tensor) -> bool:
+        return x.nbytes <= self._inbox
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(x, self._peers, self._turns, self._abort, self._rank, self._inbox, pdl=self._pdl)
+
+    def abort(self) -> None:
+        """Ends all waiting, from any thread; what it waited for is garbage."""
+        self._abort.fill_(1)
+
+
+def make_one_shot(rank: int, world_size: int, device: torch.device) -> OneShot | None:
+    """None, on all ranks, where one of them cannot reach another's memory; the log says so once."""
+    one_shot, reason = None, ""
+    try:
+        one_shot = OneShot(rank, world_size, device)
+    except Exception as error:
+        reason = f" (rank {rank}: {error})"
+    there = torch.tensor([one_shot is not None], dtype=torch.int32, device=device)
+    dist.all_reduce(there, op=dist.ReduceOp.MIN)
+    if there.item():
+        return one_shot
+    if rank == 0 or reason:
+        logger.warning("The GPUs cannot write to each other's memory, so small sums go through NCCL%s.", reason)
+    return None
