@@ -30,7 +30,7 @@ from minisgl.models.config import ModelConfig
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
 SEQUENCES = 256
-TESTS = ("tests/kernel_triton", "tests/engine", "tests/models")
+TESTS = ("tests/attention", "tests/kernel_triton", "tests/engine", "tests/models")
 
 
 @dataclass(frozen=True)
@@ -175,6 +175,7 @@ def sections() -> dict[str, Section]:
         ),
         "steps": Section(run(HERE / "gpu_steps.py"), 120, steps_report),
         "kernels": Section(run(HERE / "gpu_kernels.py", "--only", "decode,prefill"), 180, plain_report),
+        "attention": Section(run(HERE / "gpu_attention.py"), 400, plain_report),
         "http": Section(run(HERE / "gpu_http.py"), 180, http_report),
         "tp": Section(parallel, 240, partial(parallel_report, "qwen3-14b")),
     }

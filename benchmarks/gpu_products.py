@@ -13,55 +13,54 @@ from gpu_report import BF16, COLD_BYTES, DEVICE, MODELS, Model, Report, capture,
 
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
+from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_config, few_rows_linear
 from minisgl.kernel.triton.grouped_gemm import GroupedConfig, combine, grouped_config, grouped_gemm
-from minisgl.kernel.triton.linear import LinearConfig, fused_linear, fused_linear_reference, linear_config
 from minisgl.kernel.triton.moe_routing import route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
+from minisgl.kernel.triton.one_row import OneRowConfig, one_row_linear, one_row_reference
 from minisgl.layers.ops import Ops
 
-# Linear layers of few rows
-
-TUNED_ROWS = (1, 16, 32, 64)  # one for each way of padding
+# Linear layers
 
 
-def linear_shapes(model: Model) -> dict[str, tuple[int, int, dict[str, str]]]:
-    """Rows of the weight, inputs, and what is fused."""
+def linear_shapes(model: Model) -> dict[str, tuple[int, int, frozenset[str]]]:
+    """Rows of the weight, inputs, and what stands around the product."""
     return {
-        "qkv": (model.qkv, model.hidden, {"norm": ""}),
-        "o": (model.hidden, model.heads * model.head_dim, {"residual": ""}),
-        "gate_up": (2 * model.inner, model.hidden, {"norm": "", "epilogue": "silu_and_mul"}),
-        "down": (model.hidden, model.inner, {"residual": ""}),
-        "head": (model.vocab, model.hidden, {"norm": ""}),
+        "qkv": (model.qkv, model.hidden, frozenset({"norm"})),
+        "o": (model.hidden, model.heads * model.head_dim, frozenset({"residual"})),
+        "gate_up": (2 * model.inner, model.hidden, frozenset({"norm", "gated"})),
+        "down": (model.hidden, model.inner, frozenset({"residual"})),
+        "head": (model.vocab, model.hidden, frozenset({"norm"})),
     }
 
 
 def linear(report: Report) -> None:
-    for name, counts in (("qwen3-0.6b", (1, 2, 8, 16, 32, 64)), ("qwen3-14b", (1, 16))):
-        for part, (outputs, inputs, fused) in linear_shapes(MODELS[name]).items():
-            for rows in counts:
-                _linear(report, f"linear {name} {part}, {rows} rows", rows, outputs, inputs, fused)
+    for name in ("qwen3-0.6b", "qwen3-14b"):
+        for part, (outputs, inputs, around) in linear_shapes(MODELS[name]).items():
+            weights = [
+                randn(outputs, inputs) / inputs**0.5 for _ in range(max(1, -(-COLD_BYTES // (outputs * inputs * 2))))
+            ]
+            _one_row(report, f"linear {name} {part}, 1 row", weights, around)
+            for rows in (8, 16, 32, 64, 128, 256):
+                _few_rows(report, f"linear {name} {part}, {rows} rows", rows, weights, around)
 
 
-def _linear(report: Report, label: str, rows: int, outputs: int, inputs: int, fused: dict[str, str]) -> None:
-    nbytes = outputs * inputs * 2
-    weights = [randn(outputs, inputs) / inputs**0.5 for _ in range(max(1, -(-COLD_BYTES // nbytes)))]
-    gated = "epilogue" in fused
-    x = randn(rows, inputs)
+def _one_row(report: Report, label: str, weights: list[torch.Tensor], around: frozenset[str]) -> None:
+    outputs, inputs = weights[0].shape
+    gated = "gated" in around
+    x = randn(1, inputs)
     arguments: dict[str, Any] = {
-        "norm": 1 + randn(inputs) / 8 if "norm" in fused else None,
-        "residual": randn(rows, outputs) if "residual" in fused else None,
-        "epilogue": fused.get("epilogue", "none"),
+        "norm": 1 + randn(inputs) / 8 if "norm" in around else None,
+        "residual": randn(1, outputs) if "residual" in around else None,
+        "gated": gated,
         "eps": 1e-6,
     }
 
-    def calls(config: LinearConfig | None, pdl: bool = False) -> list[Callable[[], object]]:
+    def calls(config: OneRowConfig | None, pdl: bool = False) -> list[Callable[[], object]]:
         def one(weight: torch.Tensor) -> Callable[[], object]:
-            return lambda: fused_linear(x, weight, config=config, pdl=pdl, **arguments)
+            return lambda: one_row_linear(x, weight, config=config, pdl=pdl, **arguments)
 
         return [one(weight) for weight in weights]
-
-    def product(weight: torch.Tensor) -> Callable[[], object]:
-        return lambda: F.linear(x, weight)
 
     def separate(weight: torch.Tensor) -> Callable[[], object]:
         def run() -> torch.Tensor:
@@ -74,27 +73,54 @@ def _linear(report: Report, label: str, rows: int, outputs: int, inputs: int, fu
         return run
 
     wide = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
-    wrong = error(calls(None)[0](), fused_linear_reference(x.float(), weights[0].float(), **wide))  # type: ignore[arg-type]
-    plain = measure([separate(weight) for weight in weights])
-    alone = measure([product(weight) for weight in weights])
-    note = f"separate {plain * 1e6:.2f} us, F.linear alone {alone * 1e6:.2f} us"
+    wrong = error(one_row_linear(x, weights[0], **arguments), one_row_reference(x.float(), weights[0].float(), **wide))
+    note = f"separate {measure([separate(weight) for weight in weights]) * 1e6:.2f} us"
+    nbytes = outputs * inputs * 2
     report.row(label, measure(calls(None)), wrong, nbytes, note=note)
     report.row("  with dependent launch", measure(calls(None, pdl=True)), wrong, nbytes)
-    if rows not in TUNED_ROWS:
-        return
-    sides = 2 if gated else 1
-    if rows == 1:
-        sizes = itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096), (1,))
-        options = [LinearConfig(*size) for size in sizes if 2048 <= size[0] * size[1] * sides <= 8192]
-    else:
-        sizes = itertools.product((16, 32), (128, 256, 512, 1024), (4, 8))
-        options = [
-            LinearConfig(n, k, warps)
-            for n, k, warps in sizes
-            if 4096 <= k * n * sides <= 32768 and k * rows <= 16384 and k >= 32 * warps
-        ]
-    start = linear_config(rows, outputs // sides, inputs, gated, 2)
-    report.tuned([start, *options], lambda config: measure(calls(config, pdl=True)), nbytes)
+    sizes = itertools.product((1, 2, 4, 8), (512, 1024, 2048, 4096))
+    options = [OneRowConfig(n, k) for n, k in sizes if 2048 <= n * k * (2 if gated else 1) <= 8192]
+    report.tuned(options, lambda config: measure(calls(config, pdl=True)), nbytes)
+
+
+FEW_ROWS_TILES = [  # rows of W, elements of K, warps, stages
+    (32, 128, 4, 4),
+    (64, 64, 4, 6),
+    (64, 128, 4, 3),
+    (64, 128, 4, 4),
+    (128, 64, 8, 4),
+    (128, 128, 8, 3),
+]
+
+
+def _few_rows(report: Report, label: str, rows: int, weights: list[torch.Tensor], around: frozenset[str]) -> None:
+    outputs, inputs = weights[0].shape
+    gated, in_parts = "gated" in around, "residual" in around
+    x = randn(rows, inputs)
+
+    def calls(config: FewRowsConfig) -> list[Callable[[], object]]:
+        def one(weight: torch.Tensor) -> Callable[[], object]:
+            return lambda: few_rows_linear(x, weight, gated=gated, config=config, pdl=True)
+
+        return [one(weight) for weight in weights]
+
+    def library(weight: torch.Tensor) -> Callable[[], object]:
+        return lambda: silu_and_mul(F.linear(x, weight)) if gated else F.linear(x, weight)
+
+    nbytes, flops = outputs * inputs * 2, 2 * rows * outputs * inputs
+    plain = measure([library(weight) for weight in weights])
+    print(f"{label}: library {plain * 1e6:.2f} us, {report.limits.share(plain, nbytes, flops)}", flush=True)
+    config = few_rows_config(rows, outputs // 2 if gated else outputs, inputs, gated=gated, in_parts=in_parts)
+    if config is not None:
+        expected = x.float() @ weights[0].float().T
+        out = few_rows_linear(x, weights[0], gated=gated, config=config)
+        wrong = error(out.sum(0) if config.parts > 1 else out, Ops().silu_and_mul(expected) if gated else expected)
+        report.row("  streamed, dependent launch", measure(calls(config)), wrong, nbytes, flops, note=str(config))
+    counts = (
+        [p for p in (1, 2, 4, 8) if inputs % (128 * p) == 0 and 64 <= outputs // 64 * p <= 640] if in_parts else [1]
+    )
+    options = [FewRowsConfig(n, k, parts, w, s) for parts in counts for n, k, w, s in FEW_ROWS_TILES]
+    report.tuned(options, lambda config: measure(calls(config)), nbytes, flops)
 
 
 # Experts
@@ -249,18 +275,44 @@ class _Step:
         return out
 
     def fused(self, pdl: bool = False) -> torch.Tensor:
+        return self.one_row(pdl) if len(self.x) == 1 else self.few_rows(pdl)
+
+    def overlapped(self) -> torch.Tensor:
+        return self.fused(pdl=True)
+
+    def one_row(self, pdl: bool) -> torch.Tensor:
         stream = self.x.clone()
         before: dict[str, Any] = {"norm": self.norm, "eps": 1e-6, "pdl": pdl}
         after: dict[str, Any] = {"residual": stream, "out": stream, "pdl": pdl}
         for index, layer in enumerate(self.layers):
-            seen = self.attend(fused_linear(stream, layer["qkv"], **before), index, pdl)
-            fused_linear(seen, layer["o"], **after)
-            middle = fused_linear(stream, layer["gate_up"], epilogue="silu_and_mul", **before)
-            fused_linear(middle, layer["down"], **after)
-        return fused_linear(stream, self.head, **before)
+            seen = self.attend(one_row_linear(stream, layer["qkv"], **before), index, pdl)
+            one_row_linear(seen, layer["o"], **after)
+            middle = one_row_linear(stream, layer["gate_up"], gated=True, **before)
+            one_row_linear(middle, layer["down"], **after)
+        return one_row_linear(stream, self.head, **before)
 
-    def overlapped(self) -> torch.Tensor:
-        return self.fused(pdl=True)
+    def few_rows(self, pdl: bool) -> torch.Tensor:
+        """With the library's product where a few rows are too many."""
+        stream = self.x.clone()
+        x = rms_norm(stream, self.norm, 1e-6, pdl=pdl)
+        for index, layer in enumerate(self.layers):
+            seen = self.attend(self.product(x, layer["qkv"], pdl), index, pdl)
+            parts = self.product(seen, layer["o"], pdl, in_parts=True)
+            x, stream = add_rms_norm(parts, stream, self.norm, 1e-6, pdl=pdl)
+            middle = self.product(x, layer["gate_up"], pdl, gated=True)
+            parts = self.product(middle, layer["down"], pdl, in_parts=True)
+            x, stream = add_rms_norm(parts, stream, self.norm, 1e-6, pdl=pdl)
+        return self.product(x, self.head, pdl)
+
+    def product(
+        self, x: torch.Tensor, weight: torch.Tensor, pdl: bool, *, gated: bool = False, in_parts: bool = False
+    ) -> torch.Tensor:
+        outputs, inputs = weight.shape
+        config = few_rows_config(len(x), outputs // 2 if gated else outputs, inputs, gated=gated, in_parts=in_parts)
+        if config is not None:
+            return few_rows_linear(x, weight, gated=gated, config=config, pdl=pdl)
+        out = F.linear(x, weight)
+        return silu_and_mul(out, pdl=pdl) if gated else out
 
     def separate(self) -> torch.Tensor:
         stream = self.x.clone()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from minisgl.kvcache.device_pool import KVPool
     from minisgl.layers.ops import Ops
 
-    from .forward_batch import ForwardBatch
+    from .forward_batch import ForwardBatch, GraphKind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,8 +70,8 @@ class BackendConfig:
 class AttentionBackend(ABC):
     """Paged causal attention over one :class:`KVPool`."""
 
-    serves_graphs = False
-    """Whether it keeps to what :class:`ForwardBatch` demands of a step in a CUDA graph."""
+    serves_graphs: ClassVar[frozenset[GraphKind]] = frozenset()
+    """In which it keeps to what :class:`ForwardBatch` demands of a step in a CUDA graph; others run eagerly."""
 
     def __init__(self, config: BackendConfig, ops: Ops) -> None:
         self.config = config

@@ -10,6 +10,9 @@ import torch
 
 from ..core import Int32
 
+GraphKind = Literal["single", "mixed"]
+"""Of a step in a CUDA graph: all requests with one new token, or any."""
+
 
 @dataclass(slots=True)
 class HostPlan:
@@ -56,8 +59,8 @@ class ForwardBatch:
         input_ids          a   b   c d e f 0 0     the surplus tokens are nobody's and go to the scratch page
 
     What attention returns for tokens that are nobody's is of no interest, but must be finite.
-    ``host`` is that of the step without its padding in a mixed graph, with it in one of single tokens. ``plan`` is the
-    backend's own note from ``prepare`` to ``forward``.
+    ``host`` is that of the step without what fills it up. ``plan`` is the backend's own note from ``prepare`` to
+    ``forward``.
     """
 
     input_ids: torch.Tensor
@@ -71,7 +74,7 @@ class ForwardBatch:
     page_size: int
     host: HostPlan
     logit_index: torch.Tensor | None = None
-    graph: Literal["single", "mixed"] | None = None
+    graph: GraphKind | None = None
     plan: Any = None
 
     @property

@@ -17,6 +17,7 @@ BACKENDS = {
     "torch": ("torch_reference", "TorchAttention", ("cpu", "cuda")),
     "cpu": ("cpu", "CpuAttention", ("cpu",)),
     "triton": ("triton", "TritonAttention", ("cuda",)),
+    "fi": ("flashinfer", "FlashInferAttention", ("cuda",)),
 }
 """Module, class, and the kinds of device that it runs on."""
 

@@ -51,7 +51,7 @@ class _MixedPlan:
 class TritonAttention(AttentionBackend):
     """bf16, fp16 or fp32, on the GPU (or in Triton's interpreter)."""
 
-    serves_graphs = True
+    serves_graphs = frozenset({"single", "mixed"})
 
     def __init__(self, config: BackendConfig, ops: Ops) -> None:
         super().__init__(config, ops)
@@ -77,12 +77,12 @@ class TritonAttention(AttentionBackend):
         if batch.graph == "mixed":
             self._prepare_mixed(batch)
             return
-        host = batch.host
+        single = batch.size if batch.graph == "single" else batch.host.num_single
         blocks = None
-        if host.num_single < batch.size:
-            plan = self._blocks(host)
+        if single < batch.size:
+            plan = self._blocks(batch.host)
             blocks = self._pinned(plan).to(self.config.device, non_blocking=True)
-        batch.plan = _Plan(host.num_single, blocks)
+        batch.plan = _Plan(single, blocks)
 
     def _prepare_mixed(self, batch: ForwardBatch) -> None:
         device, host = self.config.device, batch.host

@@ -45,7 +45,7 @@ class OneShot:
 
     def abort(self) -> None:
         """Ends all waiting, from any thread; what it waited for is garbage."""
-        self._abort.fill_(1)
+        self._abort.numpy()[0] = 1  # torch would not let another thread write to what inference mode has made
 
 
 def make_one_shot(rank: int, world_size: int, device: torch.device) -> OneShot | None:

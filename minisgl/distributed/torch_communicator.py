@@ -139,6 +139,8 @@ class TorchCommunicator(Communicator):
             dist.group.WORLD._get_backend(self.device).abort()
 
     def close(self) -> None:
+        # Leaving an NCCL group properly waits for all others to leave it too.
+        self.abort()
         self._one_shot = None
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -28,7 +28,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minisgl.attention.forward_batch import ForwardBatch, HostPlan
+from minisgl.attention.base import AttentionBackend
+from minisgl.attention.forward_batch import ForwardBatch, GraphKind, HostPlan
 
 from .config import Progress
 from .graph_inputs import GraphInputs, Layout, record
@@ -93,6 +94,8 @@ class DecodeGraphs:
             self._runner.state.write_table(tensors["table_index"], tensors["table_pages"])
             arrays = {name: array for name, array in arrays.items() if name not in _TABLE}
         self._inputs.fill(self._layout(size), arrays, self._padding)
+        graph.batch.host = plan.host
+        self._runner.backends.decode.prepare(graph.batch)
         graph.forward.replay()
         if sampled_as_recorded:
             graph.sample.replay()
@@ -112,7 +115,7 @@ class DecodeGraphs:
         runner, state, backend = self._runner, self._runner.state, self._runner.backends.decode
         self._inputs.fill(self._layout(size), {}, self._padding)
         inputs = self._inputs.views(self._layout(size))
-        rows, logits = inputs["rows"], self._logits[:size]
+        rows, logits, none = inputs["rows"], self._logits[:size], np.zeros(0, np.int32)
         batch = ForwardBatch(
             input_ids=inputs["input_ids"],
             positions=inputs["cached"],
@@ -123,7 +126,7 @@ class DecodeGraphs:
             cu_new=self._cu_new[: size + 1],
             page_table=state.page_table,
             page_size=state.kv.page_size,
-            host=HostPlan.of(np.zeros(size, np.int32), np.ones(size, np.int32)),
+            host=HostPlan.of(none, none),
             graph="single",
         )
 
@@ -136,13 +139,17 @@ class DecodeGraphs:
             return runner.sample(logits, inputs | {"sampled_table_rows": rows.long()})
 
         backend.prepare(batch)
-        return _Graph(record(forward, pool)[0], *record(sample, pool))
+        return _Graph(batch, record(forward, pool)[0], *record(sample, pool))
 
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """The recordings for one number of requests. ``ids`` (size, int32) are overwritten by the next replay."""
+    """The recordings for one number of requests, and the ``batch`` that the backend prepares for a replay.
 
+    ``ids`` (size, int32) are overwritten by the next one.
+    """
+
+    batch: ForwardBatch
     forward: torch.cuda.CUDAGraph
     sample: torch.cuda.CUDAGraph
     ids: Tensor
@@ -163,11 +170,19 @@ class StepGraphs:
         pool = torch.cuda.graph_pool_handle()
         self._runner = runner
         # The largest come first, so that all others find room in the memory of those.
-        self.mixed = MixedGraphs(runner, pool, progress) if max_bs > 1 and backends.prefill.serves_graphs else None
-        self.decode = DecodeGraphs(runner, max_bs, pool, progress) if backends.decode.serves_graphs else None
+        mixed = max_bs > 1 and self._serves(backends.prefill, "mixed", "steps with prompts")
+        self.mixed = MixedGraphs(runner, pool, progress) if mixed else None
+        single = self._serves(backends.decode, "single", "steps of single tokens")
+        self.decode = DecodeGraphs(runner, max_bs, pool, progress) if single else None
         torch.cuda.synchronize(device)
         used = before - torch.cuda.mem_get_info(device)[0]
         logger.info("CUDA graphs for up to %d requests take %s.", max_bs, gib(used))
+
+    def _serves(self, backend: AttentionBackend, kind: GraphKind, steps: str) -> bool:
+        serves = kind in backend.serves_graphs
+        if not serves and self._runner.comm.rank == 0:
+            logger.info("%s serves no CUDA graphs of %s: these run eagerly.", type(backend).__name__, steps)
+        return serves
 
     def step(self, plan: StepPlan, staging: Staging) -> Tensor:
         """As :meth:`ModelRunner.step`."""

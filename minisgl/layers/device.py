@@ -53,17 +53,42 @@ class TritonOps(Ops):
 
 
 class TritonWeight(PlainWeight):
-    """On an NVIDIA GPU. A single row goes through one kernel with what stands before and after the product.
-
-    That is a fifth faster than separate kernels for a small model; from two rows on the library's product is faster.
+    """On an NVIDIA GPU. A single row goes through one kernel with what stands before and after the product; a few rows
+    through one that streams the weight; many rows through the library's product.
     """
 
     def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         super().__init__(matrix, bias)
-        from minisgl.kernel.triton import launch, linear
+        from minisgl.kernel.triton import activation, few_rows, launch, one_row
 
-        self._linear = linear.fused_linear
+        self._one_row = one_row.one_row_linear
+        self._few_rows = few_rows.few_rows_linear
+        self._few_rows_config = few_rows.few_rows_config
+        self._silu_and_mul = activation.silu_and_mul
         self._pdl = launch.supports_pdl(matrix.device)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return super().matmul(x) if (out := self._streamed(x)) is None else out
+
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        if (out := self._streamed(x, gated=True)) is not None:
+            return out
+        return self._silu_and_mul(super().matmul(x), pdl=self._pdl)
+
+    def in_parts(self, x: torch.Tensor) -> torch.Tensor:
+        return super().matmul(x) if (out := self._streamed(x, in_parts=self.bias is None)) is None else out
+
+    def _streamed(self, x: torch.Tensor, *, gated: bool = False, in_parts: bool = False) -> torch.Tensor | None:
+        """The product where a few rows are faster that way."""
+        outputs, inputs = self.matrix.shape
+        if x.dtype.itemsize != 2:
+            return None
+        config = self._few_rows_config(
+            x.shape[0], outputs // 2 if gated else outputs, inputs, gated=gated, in_parts=in_parts
+        )
+        if config is None:
+            return None
+        return self._few_rows(x, self.matrix, bias=self.bias, gated=gated, config=config, pdl=self._pdl)
 
     def fuses(self, rows: int) -> bool:
         return rows == 1
@@ -77,14 +102,14 @@ class TritonWeight(PlainWeight):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        return self._linear(
+        return self._one_row(
             x,
             self.matrix,
             bias=self.bias,
             norm=norm,
             eps=eps,
             residual=residual,
-            epilogue="silu_and_mul" if gated else "none",
+            gated=gated,
             pdl=self._pdl,
         )
 

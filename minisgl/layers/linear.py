@@ -5,7 +5,8 @@
 
 A column layer feeds a row layer, so a pair of them costs one all-reduce. Both know the residual stream: a column layer
 begins with its norm, a row layer ends with the addition to it. The stream travels as a pair (x, residual), where ``x``
-has still to be added; None says that it has been. Whoever norms adds on the way.
+has still to be added; None says that it has been. Whoever norms adds on the way, and also adds up an ``x`` that comes
+in parts, (P, T, hidden_size) in float32.
 """
 
 from __future__ import annotations
@@ -68,8 +69,11 @@ class Linear(LoadedModule, nn.Module):
         if x is None and self.fusing is not None and self.fusing.fuses(residual.shape[0]):
             return self.fusing.fused(residual, norm=norm.weight, eps=norm.eps, gated=gated), residual
         x, residual = norm(x, residual)
-        out = self.product.matmul(x)
-        return (norm.ops.silu_and_mul(out) if gated else out), residual
+        if not gated:
+            return self.product.matmul(x), residual
+        if self.fusing is not None:
+            return self.fusing.gated(x), residual
+        return norm.ops.silu_and_mul(self.product.matmul(x)), residual
 
 
 class ReplicatedLinear(Linear):
@@ -117,4 +121,6 @@ class RowLinear(Linear):
             # Rank 0 adds it to its part of the sum.
             added = residual if self.comm.rank == 0 else None
             return None, self.comm.all_reduce(self.fusing.fused(x, residual=added))
+        if self.fusing is not None and self.comm.world_size == 1:
+            return self.fusing.in_parts(x), residual
         return self(x), residual

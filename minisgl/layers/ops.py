@@ -22,8 +22,11 @@ class Ops:
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """``residual + x``, and its norm: returns (norm, sum). ``x`` and ``residual`` (T, N) may be overwritten."""
-        residual = residual + x
+        """``residual + x``, and its norm: returns (norm, sum). ``x`` and ``residual`` (T, N) may be overwritten.
+
+        ``x`` may also come in contiguous parts (P, T, N) of float32, which are added up first.
+        """
+        residual = residual + (x.sum(0).to(residual.dtype) if x.dim() == 3 else x)
         return self.rms_norm(residual, weight, eps), residual
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,14 @@ class Weight(Protocol):
 class FusingWeight(Weight, Protocol):
     """One that can do what stands before and after the product in the same go, where that is faster."""
 
+    def gated(self, x: torch.Tensor) -> torch.Tensor:
+        """``silu(gate) * up`` of the halves of ``matmul(x)``."""
+        ...
+
+    def in_parts(self, x: torch.Tensor) -> torch.Tensor:
+        """``matmul(x)``, or contiguous parts of it (P, M, rows) in float32 that the next norm has to add up."""
+        ...
+
     def fuses(self, rows: int) -> bool:
         """Whether it is for so many rows."""
         ...

@@ -74,7 +74,7 @@ class Decoder(nn.Module):
         x, residual = last.attend(x, residual, batch, kv, backend)
         if batch.logit_index is not None:
             # The last layer's KV is stored by now: what follows is only for the tokens that somebody asked for.
-            x, residual = None if x is None else x[batch.logit_index], residual[batch.logit_index]
+            x, residual = None if x is None else x[..., batch.logit_index, :], residual[batch.logit_index]
             if not len(residual):
                 return residual
         hidden, _ = self.norm(*last.feed(x, residual))

@@ -15,6 +15,7 @@ from engine_driver import Driver, Request
 from serving import requests, serve, serve_and_count, staggered
 
 from minisgl.attention.cpu import CpuAttention
+from minisgl.attention.forward_batch import ForwardBatch
 from minisgl.core import SamplingParams
 from minisgl.engine import cuda_graph, cuda_runner, graph_inputs, mixed_graph, staging
 from minisgl.engine.config import EngineConfig
@@ -59,7 +60,7 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     for graphs in (cuda_graph, mixed_graph):
         monkeypatch.setattr(graphs, "record", record)
     # It reads all lengths from the tensors, as a backend of graphs must.
-    monkeypatch.setattr(CpuAttention, "serves_graphs", True)
+    monkeypatch.setattr(CpuAttention, "serves_graphs", frozenset({"single", "mixed"}))
     for module in (graph_inputs, cuda_runner, staging):
         monkeypatch.setattr(module, "pinned", lambda size, dtype: torch.zeros(size, dtype=dtype))
     fakes: dict[str, Any] = {
@@ -83,7 +84,7 @@ class EmulatedEngine:
         config = EngineConfig(model_path=model, device="cpu", num_pages=120, page_size=4, max_running_req=6)
         self.told: list[str] = []
         self._runner = CudaRunner(
-            CPU, lambda: load(config, CPU, lambda *_: None), max_bs, lambda what, fraction: self.told.append(what)
+            CPU, lambda: load(config, CPU, lambda *_: None, None), max_bs, lambda what, fraction: self.told.append(what)
         )
         self.info = self._runner.info
         self.launch = self._runner.launch
@@ -141,6 +142,47 @@ def test_steps_of_single_tokens_are_replayed(
     # Padding must write nowhere but to the scratch row and page.
     state = emulated._runner._runner.state
     assert (state.page_table[3:] == state.kv.num_pages).all()
+    emulated.close()
+
+
+def test_a_backend_hears_of_every_step_before_its_replay(
+    no_cuda: None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[tuple[str | None, int, list[int]]] = []
+
+    def prepare(self: CpuAttention, batch: ForwardBatch) -> None:
+        heard.append((batch.graph, batch.size, batch.host.cached.tolist()))
+
+    monkeypatch.setattr(CpuAttention, "prepare", prepare)
+    emulated = EmulatedEngine(tiny_model, 4)
+    driver = Driver(emulated)
+    work = [Request(row, list(range(1, 4 + row))) for row in range(3)]
+    driver.step(*((request, len(request.tokens)) for request in work))
+    heard.clear()
+    for _ in range(2):
+        driver.step(*((request, 1) for request in work))
+    driver.step((work[1], 1))
+    assert heard == [("single", 4, [3, 4, 5]), ("single", 4, [4, 5, 6]), ("single", 1, [6])]
+    emulated.close()
+
+
+@pytest.mark.parametrize("kind", ["single", "mixed"])
+def test_steps_that_a_backend_serves_in_no_graph_run_eagerly(
+    engine: TorchEngine,
+    no_cuda: None,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    kind: str,
+) -> None:
+    monkeypatch.setattr(CpuAttention, "serves_graphs", frozenset({kind}))
+    caplog.set_level("INFO", logger="minisgl")
+    emulated = EmulatedEngine(tiny_model, 4)
+    graphs = emulated._runner._graphs
+    assert ((graphs.decode is None), (graphs.mixed is None)) == ((kind != "single"), (kind != "mixed"))
+    other = "steps with prompts" if kind == "single" else "steps of single tokens"
+    assert caplog.messages.count(f"CpuAttention serves no CUDA graphs of {other}: these run eagerly.") == 1
+    assert serve(emulated, staggered(requests(), 2)) == serve(engine, staggered(requests(), 2))
     emulated.close()
 
 

@@ -20,11 +20,13 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
+from minisgl.kernel.triton.few_rows import few_rows_config, few_rows_linear
 from minisgl.kernel.triton.grouped_gemm import combine, grouped_gemm
 from minisgl.kernel.triton.launch import Launcher
-from minisgl.kernel.triton.linear import fused_linear
 from minisgl.kernel.triton.moe_routing import assign, route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
+from minisgl.kernel.triton.one_row import one_row_linear
+from minisgl.kernel.triton.pages import gather_pages
 from minisgl.kernel.triton.prefill_attention import prefill_attention, prefill_config
 from minisgl.kernel.triton.rope import norm_rope_store
 from minisgl.kernel.triton.sampling import sample
@@ -97,15 +99,21 @@ def prefill(model: Model, dtype: torch.dtype, page: int = 16, window: int | None
 def linear(model: Model, dtype: torch.dtype, num_rows: int) -> None:
     q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
     norm = torch.empty(model.hidden, dtype=dtype)
-    for outputs, inputs, arguments in (
-        (q_dim + 2 * kv_dim, model.hidden, {"norm": norm}),
-        (model.hidden, q_dim, {"residual": torch.empty(num_rows, model.hidden, dtype=dtype)}),
-        (2 * model.inner, model.hidden, {"norm": norm, "epilogue": "silu_and_mul"}),
-        (model.hidden, model.inner, {"residual": torch.empty(num_rows, model.hidden, dtype=dtype)}),
-        (model.vocab, model.hidden, {"norm": norm}),
+    residual = torch.empty(1, model.hidden, dtype=dtype)
+    for outputs, inputs, gated, around in (
+        (q_dim + 2 * kv_dim, model.hidden, False, {"norm": norm}),
+        (model.hidden, q_dim, False, {"residual": residual}),
+        (model.inner, model.hidden, True, {"norm": norm}),
+        (model.hidden, model.inner, False, {"residual": residual}),
+        (model.vocab, model.hidden, False, {"norm": norm}),
     ):
-        x, weight = torch.empty(num_rows, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype)
-        fused_linear(x, weight, **arguments, pdl=True)
+        x, weight = torch.empty(num_rows, inputs, dtype=dtype), torch.empty((1 + gated) * outputs, inputs, dtype=dtype)
+        if num_rows == 1:
+            one_row_linear(x, weight, gated=gated, **around, pdl=True)
+            continue
+        config = few_rows_config(num_rows, outputs, inputs, gated=gated, in_parts="residual" in around)
+        if config is not None:
+            few_rows_linear(x, weight, gated=gated, config=config, pdl=True)
 
 
 def experts(dtype: torch.dtype, tokens: int) -> None:
@@ -143,8 +151,8 @@ CASES = {
     "linear-64-qwen3-0.6b": partial(linear, QWEN3_0_6B, BF16, 64),
     "linear-1-qwen3-14b": partial(linear, QWEN3_14B, BF16, 1),
     "linear-16-qwen3-14b": partial(linear, QWEN3_14B, BF16, 16),
+    "linear-64-qwen3-14b": partial(linear, QWEN3_14B, BF16, 64),
     "linear-1-smollm2-fp32": partial(linear, SMOLLM2, FP32, 1),
-    "linear-4-smollm2-fp32": partial(linear, SMOLLM2, FP32, 4),
     "experts-1": partial(experts, BF16, 1),
     "experts-64": partial(experts, BF16, 64),
     "experts-256": partial(experts, BF16, 256),
@@ -153,6 +161,7 @@ CASES = {
     "experts-64-fp32": partial(experts, FP32, 64),
     "all-reduce-2": partial(reduce, BF16, 2),
     "all-reduce-8": partial(reduce, BF16, 8),
+    "pages": partial(gather_pages, ints(257, 2560), ints(8), ints(9), ints(256 * 2560)),
     "sampler": partial(sampler, 151936, FP32),
     "sampler-bf16": partial(sampler, 151936, BF16),
 }

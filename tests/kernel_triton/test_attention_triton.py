@@ -77,7 +77,7 @@ def test_single_tokens_of_a_graph_that_is_not_full(rng, device, fused):
         pool.k.copy_(start[0])
         pool.v.copy_(start[1])
         if backend is backends[0]:
-            batch.graph = "single"
+            batch.graph, batch.host = "single", HostPlan.of(*np.array([[17, 5], [1, 1]], np.int32))
             batch.seq_lens[2:] = 0
         backend.prepare(batch)
         backend.begin(batch)

@@ -54,6 +54,19 @@ def test_add_rms_norm_updates_the_residual(rng, device, on_gpu, rows):
         assert_close(out, expected)
 
 
+@pytest.mark.parametrize("rows", [1, 6])
+def test_add_rms_norm_adds_up_the_parts_first(rng, device, on_gpu, rows):
+    for dtype in dtypes(on_gpu):
+        parts = randn(rng, 3, rows, 576, dtype=torch.float32, device=device)
+        residual = randn(rng, rows, 576, dtype=dtype, device=device)
+        weight = randn(rng, 576, dtype=dtype, device=device)
+        expected, expected_sum = OPS.add_rms_norm(parts, residual.float(), weight.float(), 1e-5)
+        out, total = add_rms_norm(parts, residual, weight, 1e-5)
+        assert out.dtype == total.dtype == dtype
+        assert_close(total, expected_sum)
+        assert_close(out, expected)
+
+
 @pytest.mark.parametrize(("rows", "size"), [(1, 1536), (5, 40)])
 def test_silu_and_mul(rng, device, on_gpu, rows, size):
     for dtype in dtypes(on_gpu):

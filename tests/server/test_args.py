@@ -92,12 +92,12 @@ def test_name_of_the_model() -> None:
     assert parse_args(["--model", "caf\udce9"]).model_name == "caf?"  # Latin-1 in the name of a directory
 
 
-@pytest.mark.parametrize("attn", ["torch", "auto", "cpu", "torch,triton"])
+@pytest.mark.parametrize("attn", ["torch", "auto", "cpu", "torch,triton", "fi", "fi,triton", "triton,fi"])
 def test_attention_names(attn: str) -> None:
     assert parse_args(["--attn", attn]).attn == attn
 
 
-@pytest.mark.parametrize("attn", ["fi", "auto,torch", "torch,", "a,b,c"])
+@pytest.mark.parametrize("attn", ["flashinfer", "auto,torch", "torch,", "a,b,c"])
 def test_unknown_attention(attn: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse_args(["--attn", attn])

@@ -27,6 +27,7 @@ def _rms_norm_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    PARTS: tl.constexpr,  # of x, float32, one after the other; to be added up
     PDL: tl.constexpr,
 ):
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -37,6 +38,11 @@ def _rms_norm_kernel(
     mask = (rows < num_rows)[:, None] & (cols < N)[None, :]
     offset = (rows64 // INNER) * OUTER_STRIDE + (rows64 % INNER) * INNER_STRIDE
     x = tl.load(x_ptr + offset[:, None] + cols[None, :], mask=mask, other=0.0)
+    if PARTS > 1:
+        for part in tl.static_range(1, PARTS):
+            other = x_ptr + part * num_rows.to(tl.int64) * N
+            x += tl.load(other + offset[:, None] + cols[None, :], mask=mask, other=0.0)
+        x = x.to(out_ptr.dtype.element_ty)
     if ADD:
         place = residual_ptr + rows64[:, None] * RESIDUAL_STRIDE + cols[None, :]
         x = (tl.load(place, mask=mask, other=0.0).to(tl.float32) + x.to(tl.float32)).to(x.dtype)
@@ -62,9 +68,12 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = F
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, *, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``residual += x`` in place, and its norm. ``x`` and ``residual`` are (T, N). Returns (norm, residual)."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch(x, residual, weight, out, 1, (x.stride(0), 0), eps, pdl)
+    """``residual += x`` in place, and its norm. ``residual`` is (T, N). Returns (norm, residual).
+
+    ``x`` is (T, N), or contiguous parts of it (P, T, N) in float32, which are added up first.
+    """
+    out = torch.empty(residual.shape, dtype=residual.dtype, device=x.device)
+    _launch(x, residual, weight, out, 1, (x.stride(-2), 0), eps, pdl, parts=x.shape[0] if x.dim() == 3 else 1)
     return out, residual
 
 
@@ -77,6 +86,7 @@ def _launch(
     strides: tuple[int, int],
     eps: float,
     pdl: bool,
+    parts: int = 1,
 ) -> None:
     size = x.shape[-1]
     rows = out.numel() // size if size else 0
@@ -100,6 +110,8 @@ def _launch(
         BLOCK_N=block,
         BLOCK_ROWS=block_rows,
         ADD=residual is not None,
+        PARTS=parts,
+        types=(out.dtype,),
         num_warps=8 if block >= 4096 else 4,
         pdl=pdl,
     )

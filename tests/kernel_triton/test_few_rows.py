@@ -1,0 +1,69 @@
+"""Products of a few rows against torch in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers_triton import assert_close, dtypes, randn
+
+from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_linear
+from minisgl.layers.ops import Ops
+
+OPS = Ops()
+
+
+def config(on_gpu: bool, parts: int = 1) -> FewRowsConfig:
+    return FewRowsConfig(64, 64, parts, 4, 3) if on_gpu else FewRowsConfig(32, 32, parts, 4, 3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 130])
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("aligned", [False, True], ids=["ragged", "aligned"])
+def test_matches_separate_operations(rng, device, on_gpu, rows, gated, bias, aligned):
+    if rows == 130 and not (on_gpu or aligned):
+        pytest.skip("slow in the interpreter, and tells nothing that 17 rows do not")
+    for dtype in dtypes(on_gpu)[1:]:
+        outputs, inputs = (1024, 2048) if on_gpu else (64, 64)
+        if not aligned:  # no multiples of a block
+            outputs, inputs = outputs - 24, inputs + 16
+        w_rows = 2 * outputs if gated else outputs
+        x = randn(rng, rows, inputs + 8, dtype=dtype, device=device)[:, :inputs]
+        weight = randn(rng, w_rows, inputs, dtype=dtype, device=device) / inputs**0.5
+        shift = randn(rng, w_rows, dtype=dtype, device=device) if bias else None
+        out = few_rows_linear(x, weight, bias=shift, gated=gated, config=config(on_gpu))
+        expected = F.linear(x.float(), weight.float(), None if shift is None else shift.float())
+        assert_close(out, OPS.silu_and_mul(expected) if gated else expected)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+def test_parts_add_up(rng, device, on_gpu, parts):
+    dtype = dtypes(on_gpu)[-1]
+    outputs, inputs = (1024, 96 * 24) if on_gpu else (64, 96)
+    x = randn(rng, 5, inputs, dtype=dtype, device=device)
+    weight = randn(rng, outputs, inputs, dtype=dtype, device=device) / inputs**0.5
+    out = few_rows_linear(x, weight, config=config(on_gpu, parts))
+    assert out.shape == (parts, 5, outputs)
+    assert out.dtype == torch.float32
+    share = inputs // parts
+    for i, part in enumerate(out):
+        here = slice(i * share, (i + 1) * share)
+        assert_close(part, x[:, here].float() @ weight[:, here].float().T)
+
+
+def test_row_does_not_depend_on_the_others(rng, device, on_gpu):
+    dtype = dtypes(on_gpu)[-1]
+    x = randn(rng, 16, 256, dtype=dtype, device=device)
+    weight = randn(rng, 64, 256, dtype=dtype, device=device)
+    full = few_rows_linear(x, weight, config=config(on_gpu))
+    assert torch.equal(few_rows_linear(x[3:6], weight, config=config(on_gpu)), full[3:6])
+
+
+def test_refuses_parts_of_what_is_no_sum(device):
+    x, weight = torch.empty(2, 96, device=device), torch.empty(32, 96, device=device)
+    for arguments in ({"gated": True}, {"bias": torch.empty(32, device=device)}):
+        with pytest.raises(ValueError, match="in 2 parts"):
+            few_rows_linear(x, weight, config=config(False, 2), **arguments)
+    with pytest.raises(ValueError, match="96 inputs in 5 parts"):
+        few_rows_linear(x, weight, config=config(False, 5))

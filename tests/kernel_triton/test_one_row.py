@@ -1,0 +1,55 @@
+"""The fused linear layer of a single row against separate operations in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers_triton import assert_close, dtypes, poison, randn
+
+from minisgl.kernel.triton.one_row import OneRowConfig, one_row_linear, one_row_reference
+
+PARTS = [
+    {},
+    {"norm"},
+    {"residual", "bias"},
+    {"norm", "gated"},
+    {"norm", "gated", "bias"},
+]
+
+
+@pytest.mark.parametrize("parts", PARTS, ids=lambda parts: "-".join(sorted(parts)) or "plain")
+def test_matches_separate_operations(rng, device, on_gpu, parts):
+    for dtype in dtypes(on_gpu):
+        # K and N that are no multiple of a block on purpose
+        outputs, inputs = (1040, 3072 + 64) if on_gpu else (20, 3 * 64 + 16)
+        config = None if on_gpu else OneRowConfig(block_n=16, block_k=64)
+        gated = "gated" in parts
+        w_rows = outputs * 2 if gated else outputs
+        x = randn(rng, 1, inputs, dtype=dtype, device=device)
+        weight = randn(rng, w_rows, inputs, dtype=dtype, device=device) / inputs**0.5
+        arguments = {
+            "bias": randn(rng, w_rows, dtype=dtype, device=device) if "bias" in parts else None,
+            "norm": 1 + randn(rng, inputs, dtype=dtype, device=device) / 8 if "norm" in parts else None,
+            "residual": randn(rng, 1, outputs, dtype=dtype, device=device) if "residual" in parts else None,
+        }
+        out = torch.empty(1, outputs, dtype=dtype, device=device)
+        poison(out)
+        one_row_linear(x, weight, eps=1e-6, gated=gated, out=out, config=config, **arguments)
+        wide = {name: None if tensor is None else tensor.float() for name, tensor in arguments.items()}
+        assert_close(out, one_row_reference(x.float(), weight.float(), eps=1e-6, gated=gated, **wide))
+
+
+def test_adds_to_the_residual_in_place(rng, device, on_gpu):
+    dtype = torch.bfloat16 if on_gpu else torch.float16
+    size = 1024 if on_gpu else 64
+    x = randn(rng, 1, 2 * size, dtype=dtype, device=device)
+    weight = randn(rng, size, 2 * size, dtype=dtype, device=device) / size**0.5
+    stream = randn(rng, 1, size, dtype=dtype, device=device)
+    reference = one_row_reference(x.float(), weight.float(), residual=stream.float())
+    assert one_row_linear(x, weight, residual=stream, out=stream) is stream
+    assert_close(stream, reference)
+
+
+def test_refuses_more_rows(device):
+    with pytest.raises(ValueError, match="one row, not 2"):
+        one_row_linear(torch.empty(2, 16, device=device), torch.empty(16, 16, device=device))
