@@ -13,7 +13,7 @@ from minisgl.kernel.triton.launch import supports_pdl
 
 logger = logging.getLogger(__name__)
 
-_SENT = 4 << 20  # bytes that a rank sends at most; beyond it a ring, which sends less, is faster
+_LARGEST = 3 << 20  # bytes for two ranks, and fewer for more, to whom all is sent; beyond it NCCL is faster
 
 
 class OneShot:
@@ -23,7 +23,7 @@ class OneShot:
         group = dist.group.WORLD
         assert group is not None
         self._rank = rank
-        self._inbox = _SENT // (world_size - 1) // 16 * 16
+        self._inbox = _LARGEST // (world_size - 1) // 16 * 16
         size = memory_bytes(world_size, self._inbox)
         self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._memory.zero_()
@@ -38,7 +38,7 @@ class OneShot:
         self._pdl = supports_pdl(device)
 
     def serves(self, x: torch.Tensor) -> bool:
-        return x.nbytes <= self._inbox
+        return x.nbytes <= self._inbox and x.nbytes % 4 == 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(x, self._peers, self._turns, self._abort, self._rank, self._inbox, pdl=self._pdl)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers_triton import assert_close, dtypes, randn
 
-from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_linear
+from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_config, few_rows_linear
 from minisgl.layers.ops import Ops
 
 OPS = Ops()
@@ -67,3 +67,21 @@ def test_refuses_parts_of_what_is_no_sum(device):
             few_rows_linear(x, weight, config=config(False, 2), **arguments)
     with pytest.raises(ValueError, match="96 inputs in 5 parts"):
         few_rows_linear(x, weight, config=config(False, 5))
+
+
+def test_serves_what_it_is_faster_for():
+    def served(rows: int, outputs: int, inputs: int, **how: bool) -> int:
+        """The parts, 0 where the library's product serves."""
+        config = few_rows_config(rows, outputs, inputs, **{"gated": False, "in_parts": False} | how)
+        return 0 if config is None else config.parts
+
+    # Qwen3-0.6B: qkv, output, gate and up, down
+    assert [served(rows, 4096, 1024) for rows in (2, 64, 65)] == [1, 1, 0]
+    assert [served(rows, 1024, 2048, in_parts=True) for rows in (2, 128, 129)] == [8, 8, 0]
+    assert [served(rows, 3072, 1024, gated=True) for rows in (2, 64, 65)] == [1, 1, 0]
+    assert [served(rows, 1024, 3072, in_parts=True) for rows in (2, 128, 129)] == [8, 8, 0]
+    # Its head, a router, any of Qwen3-14B, sizes that do not divide
+    assert served(2, 151936, 1024) == served(2, 128, 2048) == served(2, 7168, 5120) == 0
+    assert served(2, 5120, 5120, in_parts=True) == served(2, 960, 576) == 0
+    # Every part is the same whole number of tiles of 64.
+    assert served(2, 1024, 4 * 3 * 64, in_parts=True) == 4

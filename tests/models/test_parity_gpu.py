@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -39,11 +40,20 @@ def test_greedy_ids_in_float32(tiny: Callable[[str], Tiny], variant: str) -> Non
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_in_bfloat16(tiny: Callable[[str], Tiny], variant: str) -> None:
+    """Rounding costs no more than it costs transformers, which is measured beside it: some 0.015 at most positions."""
     case = tiny(variant)
     driver = Driver(on_gpu(case, torch.bfloat16), backend="triton")
-    driver.step({0: PROMPTS[0][:20], 1: PROMPTS[1]})
-    logits = driver.step({1: [5], 0: PROMPTS[0][20:]}).float().cpu()
-    expected = torch.stack([case.reference_logits([*PROMPTS[1], 5])[-1], case.reference_logits(PROMPTS[0])[-1]])
-    error = (logits - expected).norm(dim=-1) / expected.norm(dim=-1)
-    # A token near the border between two experts may go to the other one.
-    assert error.max() < (0.3 if "moe" in variant else 0.1)
+    more = PROMPTS[0][20:]
+    sequences = [PROMPTS[0], PROMPTS[1] + more]
+    logits = [driver.step({0: PROMPTS[0][:20], 1: PROMPTS[1]}), *(driver.step({0: [x], 1: [x]}) for x in more)]
+    ours = torch.stack(logits, dim=1).float().cpu()
+    rounded = copy.deepcopy(case.reference).bfloat16()
+    rounded.config._experts_implementation = "eager"  # the default demands sizes that tiny experts have not
+    for sequence, mine in zip(sequences, ours, strict=True):
+        exact = case.reference_logits(sequence)[-len(mine) :]
+        with torch.inference_mode():
+            theirs = rounded(torch.tensor([sequence])).logits[0, -len(mine) :].float()
+        error, allowed = ((x - exact).norm(dim=-1) / exact.norm(dim=-1) for x in (mine, theirs))
+        # The median: a token near the border between two experts may go to the other one.
+        assert error.median() < 1.5 * allowed.median()
+        assert error.max() < 0.3

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from .activation import silu_mul
-from .launch import Launcher, power_of_2, wait_for_previous
+from .launch import Launcher, power_of_2, prefetch, wait_for_previous
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,27 +38,22 @@ class FewRowsConfig:
 
 
 def few_rows_config(rows: int, outputs: int, inputs: int, *, gated: bool, in_parts: bool) -> FewRowsConfig | None:
-    """None where the library's product is faster. ``in_parts``: the caller adds up several parts."""
-    if rows > 64 or inputs % 128 or outputs % 64:
+    """None where the library's product is faster: for large matrices, for tiny ones, and for many rows of any.
+
+    ``in_parts``: the caller adds up several parts, on its way, so that more rows are worth it.
+    """
+    elements = outputs * inputs * (2 if gated else 1)
+    most, largest = (128, 10 << 20) if in_parts else (64, 7 << 20)
+    if rows > most or elements > largest or outputs % 64 or inputs % 128:
         return None
     parts = 1
-    if in_parts:
-        while parts < 8 and outputs // 64 * parts < 128 and inputs // parts % 256 == 0:
-            parts *= 2
-    return FewRowsConfig(64, 128, parts, num_warps=4, num_stages=4)
-
-
-@triton.jit
-def _prefetch(pointers, SIZE: tl.constexpr):
-    """Asks for SIZE bytes (a multiple of 16) from each pointer on."""
-    tl.inline_asm_elementwise(
-        f"mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], {SIZE};",
-        "=r,l",
-        [pointers.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    while in_parts and parts < 8 and outputs // 64 * parts < 128 and inputs // parts % 128 == 0:
+        parts *= 2
+    if outputs // (32 if gated else 64) * parts < 48:
+        return None  # too few programs to draw on the memory
+    if rows <= 32 and not in_parts:
+        return FewRowsConfig(64, 128, 1, num_warps=4, num_stages=4)
+    return FewRowsConfig(64, 64, parts, num_warps=4, num_stages=6)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -92,7 +87,7 @@ def _few_rows_kernel(
     in_w = n < N
     whole: tl.constexpr = N % outputs == 0 and share % BLOCK_K == 0
     if PDL and whole:
-        _prefetch(rows, share * (dtype.primitive_bitwidth // 8))
+        prefetch(rows, share * (dtype.primitive_bitwidth // 8))
     wait_for_previous(PDL)
 
     r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
