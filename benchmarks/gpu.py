@@ -30,7 +30,7 @@ from minisgl.models.config import ModelConfig
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
 SEQUENCES = 256
-TESTS = ("tests/attention", "tests/kernel_triton", "tests/engine", "tests/models")
+TESTS = ("tests/attention", "tests/kernel_triton", "tests/engine", "tests/llm", "tests/models")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import logging
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
+from torch._C._distributed_c10d import _SymmetricMemory
 
 from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce, memory_bytes
 from minisgl.kernel.triton.launch import supports_pdl
@@ -17,18 +17,20 @@ _LARGEST = 3 << 20  # bytes for two ranks, and fewer for more, to whom all is se
 
 
 class OneShot:
-    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of each rank of the default group."""
+    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of each rank.
 
-    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
-        group = dist.group.WORLD
-        assert group is not None
+    torch knows groups with shared memory by ``name`` for the life of a process: it must never have been used before.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, store: dist.Store, name: str) -> None:
         self._rank = rank
         self._inbox = _LARGEST // (world_size - 1) // 16 * 16
         size = memory_bytes(world_size, self._inbox)
-        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
+        _SymmetricMemory.set_group_info(name, rank, world_size, dist.PrefixStore("one-shot", store))
+        self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
-        handle = symmetric_memory.rendezvous(self._memory, group)
+        handle = _SymmetricMemory.rendezvous(self._memory, name)
         handle.barrier()  # all memories are zero before anybody writes
         torch.cuda.synchronize(device)
         self._peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
@@ -48,11 +50,11 @@ class OneShot:
         self._abort.numpy()[0] = 1  # torch would not let another thread write to what inference mode has made
 
 
-def make_one_shot(rank: int, world_size: int, device: torch.device) -> OneShot | None:
+def make_one_shot(rank: int, world_size: int, device: torch.device, store: dist.Store, name: str) -> OneShot | None:
     """None, on all ranks, where one of them cannot reach another's memory; the log says so once."""
     one_shot, reason = None, ""
     try:
-        one_shot = OneShot(rank, world_size, device)
+        one_shot = OneShot(rank, world_size, device, store, name)
     except Exception as error:
         reason = f" (rank {rank}: {error})"
     there = torch.tensor([one_shot is not None], dtype=torch.int32, device=device)

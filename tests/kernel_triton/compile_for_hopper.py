@@ -161,6 +161,7 @@ CASES = {
     "experts-64-fp32": partial(experts, FP32, 64),
     "all-reduce-2": partial(reduce, BF16, 2),
     "all-reduce-8": partial(reduce, BF16, 8),
+    "all-reduce-fp32": partial(reduce, FP32, 2),
     "pages": partial(gather_pages, ints(257, 2560), ints(8), ints(9), ints(256 * 2560)),
     "sampler": partial(sampler, 151936, FP32),
     "sampler-bf16": partial(sampler, 151936, BF16),

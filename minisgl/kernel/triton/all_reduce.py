@@ -36,19 +36,23 @@ def _inbox(peers_ptr, rank, source, turn, WORLD: tl.constexpr, INBOX: tl.constex
 def _halves(word, dtype: tl.constexpr):
     """The two numbers of 16 bits in each word of 32, in float32; of float32 numbers, the word itself and nothing."""
     if dtype == tl.float32:
-        return word.to(tl.float32, bitcast=True), tl.zeros(word.shape, tl.float32)
-    low = (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True)
-    high = (word >> 16).to(tl.int16).to(dtype, bitcast=True)
-    return low.to(tl.float32), high.to(tl.float32)
+        low = word.to(tl.float32, bitcast=True)
+        high = tl.zeros(word.shape, tl.float32)
+    else:
+        low = (word & 0xFFFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+        high = (word >> 16).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    return low, high
 
 
 @triton.jit
 def _word(low, high, dtype: tl.constexpr):
     """The inverse of :func:`_halves`, rounding."""
     if dtype == tl.float32:
-        return low.to(tl.int32, bitcast=True)
-    low = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return low | (high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        word = low.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word |= high.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) << 16
+    return word
 
 
 @triton.jit(do_not_specialize=["num_words"])

@@ -17,15 +17,13 @@ import triton
 import triton.language as tl
 
 from .decode_plan import Cut, plan_decode, plan_size, window_start
-from .launch import Launcher, num_sms, offset_type, power_of_2, prefetch, wait_for_previous
+from .launch import Launcher, num_sms, offset_type, power_of_2, wait_for_previous
 from .rope import norm_rope
 
 if TYPE_CHECKING:
     from ...attention.base import AttentionSpec
 
 LOG2_E = 1.4426950408889634
-
-AHEAD = 2  # tiles that a program asks for before it waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,6 @@ def _decode_kernel(
     ROTARY_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    AHEAD: tl.constexpr,  # tiles
     PDL: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -187,20 +184,6 @@ def _decode_kernel(
     unit = program * total // busy
     last_unit = tl.where(program < busy, (program + 1) * total // busy, unit)
     first, end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
-    if PDL and AHEAD > 0:
-        # Most of what it reads is there since earlier steps: so the memory need not be idle until the wait is over.
-        start = window_start(length, WINDOW)
-        low = start // TILE * TILE + (unit - first) * (UNIT * TILE)
-        high = tl.minimum(low + (last_unit - unit) * (UNIT * TILE), length)
-        table = table_ptr + row.to(tl.int64) * table_stride
-        for ahead in tl.static_range(AHEAD):
-            tile = low + ahead * TILE
-            if tile < high:
-                slot = page_slots(table, tile, high, PAGE, TILE)
-                place = slot.to(OFFSET) * kv_stride + kv_head * HEAD_DIM
-                row_bytes: tl.constexpr = HEAD_DIM * (k_pool_ptr.dtype.element_ty.primitive_bitwidth // 8)
-                prefetch(k_pool_ptr + place, row_bytes)
-                prefetch(v_pool_ptr + place, row_bytes)
     wait_for_previous(PDL)
     while unit < last_unit:
         stop = tl.minimum(last_unit, end)
@@ -449,7 +432,6 @@ def decode_attention(
         ROTARY_DIM=spec.rotary_dim if fused else 0,
         HAS_NORM=fused is not None and spec.q_norm is not None,
         BLOCK_P=max(2, 4096 // (group_pow2 * block_d)),
-        AHEAD=AHEAD,
         maxnreg=config.max_registers,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

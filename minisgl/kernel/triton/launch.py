@@ -81,7 +81,7 @@ def wait_for_previous(PDL: tl.constexpr):
 def prefetch(pointers, SIZE: tl.constexpr):
     """Asks for SIZE bytes from each pointer on to be brought into the L2 cache; all are multiples of 16. On GPUs only.
 
-    What a kernel is going to read, it may ask for before it waits, even where the kernel before it writes some of it.
+    What has been in memory for long may be asked for before the wait.
     """
     tl.inline_asm_elementwise(
         f"mov.u32 $0, 0; cp.async.bulk.prefetch.L2.global [$1], {SIZE};",
