@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import psutil
 import pytest
 import torch
-from tiny_models import make_reference
 
 from minisgl import LLM, SamplingParams
 
@@ -21,15 +21,30 @@ PROMPTS = [[7, 8, 9], [20] * 30, list(range(5, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "vocab_size": 512,
+    "eos_token_id": 2,
+}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("llm") / "tiny"
-    make_reference("llama").save_pretrained(path)
+    path = tmp_path_factory.mktemp("tiny")
+    (path / "config.json").write_text(json.dumps(CONFIG))
     return str(path)
 
 
 def make(model: str, tp: int) -> LLM:
-    return LLM(model, tp=tp, dtype="float32", page_size=4, num_pages=64, max_running_req=8, max_prefill_length=64)
+    small = {"page_size": 4, "num_pages": 128, "max_running_req": 8, "max_prefill_length": 64}
+    return LLM(model, load_format="dummy", tp=tp, dtype="float32", **small)
 
 
 def follower() -> psutil.Process:
@@ -48,7 +63,7 @@ def test_the_death_of_a_rank_is_an_error_at_once(model: str) -> None:
     """Whatever rank 0 waits for at that moment: a sum, NCCL, a message."""
     for tokens in (1, 5, 20):
         with make(model, 2) as two:
-            endless = SamplingParams(max_tokens=100, ignore_eos=True)
+            endless = SamplingParams(max_tokens=400, ignore_eos=True)
             stream = two.stream_chat([{"role": "user", "content": "hi"}], endless)
             for _ in range(tokens):
                 next(stream)
