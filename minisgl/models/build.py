@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from minisgl.layers.device import default_moe, make_ops, make_pack
 from .base import CausalLM
 from .config import ModelConfig
 from .dummy import fill_dummy
-from .registry import model_class
+from .registry import ARCHITECTURES
 from .weights import Progress, load_weights
 
 
@@ -61,6 +62,12 @@ def build_model(
 
         load_weights(model, safetensors_in(path), ignore=_is_derived, progress=progress)
     return model
+
+
+def model_class(architecture: str) -> type[CausalLM]:
+    """``architecture`` is a key of :data:`ARCHITECTURES`; ModelConfig has checked it."""
+    found: type[CausalLM] = getattr(import_module(f"{__package__}.{ARCHITECTURES[architecture]}"), architecture)
+    return found
 
 
 def _is_derived(name: str) -> bool:

@@ -36,4 +36,4 @@ def run_api_server(config: ApiServerConfig, sock: socket.socket, reporter: Repor
     frontend = FrontendManager(config.addresses, config.index)
     reporter.ready()
     facts = ModelFacts(config.model, config.created, **reporter.wait_go())
-    HttpServer(create_app(frontend, facts, config.log_requests), frontend).run_on(sock)
+    HttpServer(create_app(frontend, facts, config.log_requests), frontend, BACKLOG).run_on(sock)

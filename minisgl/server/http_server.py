@@ -15,7 +15,6 @@ from fastapi import FastAPI
 
 from .errors import unavailable
 from .frontend import FrontendManager
-from .http_process import BACKLOG
 from .http_protocol import HttpProtocol
 
 KEEP_ALIVE_SECONDS = 75
@@ -28,9 +27,12 @@ ERROR_SECONDS = 1.0
 
 
 class HttpServer(uvicorn.Server):
-    """One API server. SIGTERM ends it: nothing new is accepted, what is under way gets a little time, then an error."""
+    """One API server. SIGTERM ends it: nothing new is accepted, what is under way gets a little time, then an error.
 
-    def __init__(self, app: FastAPI, frontend: FrontendManager) -> None:
+    ``backlog`` is how many connections may wait to be accepted.
+    """
+
+    def __init__(self, app: FastAPI, frontend: FrontendManager, backlog: int) -> None:
         self._frontend = frontend
         super().__init__(
             uvicorn.Config(
@@ -41,7 +43,7 @@ class HttpServer(uvicorn.Server):
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=BACKLOG,
+                backlog=backlog,
                 timeout_keep_alive=KEEP_ALIVE_SECONDS,
             )
         )

@@ -151,7 +151,7 @@ def test_bad_directories(content: str | None, tmp_path: Path) -> None:
 
 
 def test_every_architecture_has_a_class() -> None:
-    from minisgl.models.registry import model_class
+    from minisgl.models.build import model_class
 
     for name in ARCHITECTURES:
         assert model_class(name).__name__ == name

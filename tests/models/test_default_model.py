@@ -12,9 +12,9 @@ from minisgl.layers.context import BuildContext
 from minisgl.layers.loading import LoadPlan
 from minisgl.layers.ops import Ops
 from minisgl.layers.weight import PlainWeight
+from minisgl.models.build import model_class
 from minisgl.models.config import ModelConfig
 from minisgl.models.gguf import tensors_in_gguf
-from minisgl.models.registry import model_class
 
 pytestmark = pytest.mark.model
 

@@ -14,6 +14,7 @@ from fake_backend import FakeBackend
 
 from minisgl.server.api_server import ModelFacts, create_app
 from minisgl.server.frontend import FrontendManager
+from minisgl.server.http_process import BACKLOG
 from minisgl.server.http_server import HttpServer
 
 MODEL = "toy"
@@ -28,7 +29,7 @@ class Api:
         self.backend = backend
         self.frontend = FrontendManager(backend.addresses, 0)
         facts = ModelFacts(MODEL, 1, max_seq_len=100, sampling_defaults={"temperature": 0.25, "top_k": 9})
-        self._server = HttpServer(create_app(self.frontend, facts), self.frontend)
+        self._server = HttpServer(create_app(self.frontend, facts), self.frontend, BACKLOG)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
