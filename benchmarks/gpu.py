@@ -140,6 +140,15 @@ def steps_report(output: str, limits: Limits) -> list[str]:
     return lines
 
 
+def load_report(output: str, limits: Limits) -> list[str]:
+    found = last_json(output)
+    what = f"loading {found['gib']} GiB, shards of up to {found['largest_shard_mib']} MiB"
+    return [
+        row(what, found["gib_per_s"], "GiB/s"),
+        row("host memory meanwhile, at its peak", found["shards"], "shards"),
+    ]
+
+
 def plain_report(output: str, limits: Limits) -> list[str]:
     return output.splitlines()
 
@@ -177,6 +186,7 @@ def sections() -> dict[str, Section]:
         "kernels": Section(run(HERE / "gpu_kernels.py", "--only", "decode,prefill"), 180, plain_report),
         "attention": Section(run(HERE / "gpu_attention.py"), 400, plain_report),
         "http": Section(run(HERE / "gpu_http.py"), 180, http_report),
+        "load": Section(run(HERE / "gpu_load.py"), 90, load_report),
         "tp": Section(parallel, 240, partial(parallel_report, "qwen3-14b")),
     }
 

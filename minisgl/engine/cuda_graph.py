@@ -131,12 +131,12 @@ class DecodeGraphs:
         )
 
         def forward() -> None:
-            state.write_table(inputs["table_index"].long(), inputs["table_pages"])
+            state.write_table(inputs["table_index"], inputs["table_pages"])
             batch.input_ids, batch.slots = state.place(inputs["input_ids"], rows, batch.positions)
             runner.model.logits(runner.model(batch, state.kv, backend), out=logits)
 
         def sample() -> Tensor:
-            return runner.sample(logits, inputs | {"sampled_table_rows": rows.long()})
+            return runner.sample(logits, inputs | {"sampled_table_rows": rows})
 
         backend.prepare(batch)
         return _Graph(batch, record(forward, pool)[0], *record(sample, pool))

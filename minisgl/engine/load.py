@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import numpy as np
 import torch
@@ -151,10 +152,15 @@ class _Loader:
         return result
 
     def _model(self) -> CausalLM:
+        loaded = 0
+
         def weights(done: int, total: int) -> None:
+            nonlocal loaded
+            loaded = done
             self.progress("loading weights", done / max(total, 1))
 
-        return build_model(
+        begin = time.perf_counter()
+        model = build_model(
             self.model_config,
             dtype=self.dtype,
             device=self.device,
@@ -164,6 +170,11 @@ class _Loader:
             max_positions=self.max_seq_len,
             progress=weights,
         )
+        seconds = time.perf_counter() - begin
+        if self.comm.rank == 0 and self.config.load_format != "dummy":
+            rate = gib(int(loaded / max(seconds, 1e-9)))
+            logger.info("Weights: %s of tensors read in %.1f s, %s a second.", gib(loaded), seconds, rate)
+        return model
 
     def _backends(self, model: CausalLM) -> Backends:
         config = BackendConfig(

@@ -50,8 +50,8 @@ class DeviceState:
         self.last_token = torch.zeros(max_running_req + 1, dtype=torch.int32, device=device)
 
     def write_table(self, index: Tensor, pages: Tensor) -> None:
-        """``index`` (int64) points into the flat table."""
-        self.page_table.view(-1)[index] = pages
+        """``index`` points into the flat table."""
+        self._scatter(self.page_table.view(-1), index, pages)
 
     def place(self, input_ids: Tensor, token_rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """``input_ids`` with the last sampled token of the row in place of PENDING, and the slots of the tokens."""
@@ -65,7 +65,16 @@ class DeviceState:
 
     def remember(self, table_rows: Tensor, ids: Tensor) -> None:
         """Keeps what was sampled. A failed request has no token; the step after it, under way already, gets 0."""
-        self.last_token[table_rows] = ids.clamp(min=0)
+        self._scatter(self.last_token, table_rows, ids)
+
+    def _scatter(self, dest: Tensor, index: Tensor, values: Tensor) -> None:
+        """``dest[index] = values``, with 0 for negative ones."""
+        if dest.device.type == "cuda":
+            from minisgl.kernel.triton.tokens import scatter
+
+            scatter(dest, index, values)
+        else:
+            dest[index.long()] = values.clamp(min=0)
 
 
 class ModelRunner:

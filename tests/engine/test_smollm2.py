@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from serving import serve, user
 
 from minisgl.core import SamplingParams
@@ -122,9 +123,13 @@ GOLDEN = [
 # fmt: on
 
 
-@pytest.fixture(scope="module")
-def smollm2(default_model: Path) -> Iterator[TorchEngine]:
-    engine = TorchEngine(EngineConfig(model_path=default_model, device="cpu", num_pages=100))
+ON_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, ON_GPU])])
+def smollm2(default_model: Path, request: pytest.FixtureRequest) -> Iterator[TorchEngine]:
+    config = EngineConfig(model_path=default_model, device=request.param, dtype="float32", num_pages=100)
+    engine = TorchEngine(config)
     yield engine
     engine.close()
 
@@ -147,7 +152,6 @@ def test_greedy_answers_are_those_of_transformers(smollm2: TorchEngine, every: i
 @pytest.mark.model
 @pytest.mark.slow
 def test_transformers_still_gives_the_golden_answers(default_model: Path, tmp_path: Path) -> None:
-    import torch
     from transformers import AutoModelForCausalLM
 
     shutil.copy(default_model, tmp_path / "model.gguf")

@@ -1,6 +1,6 @@
-"""What stands before the first layer of a step: ids that only the device knows, and where the tokens' K and V go.
+"""What stands before the first layer of a step and after its sampling, in as few launches as there can be.
 
-The reference is :meth:`minisgl.engine.model_runner.DeviceState.place` in torch, which takes nine launches for it.
+The references are the methods of :class:`minisgl.engine.model_runner.DeviceState` in torch.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -44,6 +44,26 @@ def _place_kernel(
 
 
 _launch_place = Launcher(_place_kernel)
+
+
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["index_ptr", "values_ptr"])
+def _scatter_kernel(dest_ptr, index_ptr, values_ptr, count, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = i < count
+    wait_for_previous(PDL)
+    index = tl.load(index_ptr + i, mask=mask, other=0)
+    value = tl.load(values_ptr + i, mask=mask, other=0)
+    tl.store(dest_ptr + index, tl.maximum(value, 0), mask=mask)
+
+
+_launch_scatter = Launcher(_scatter_kernel)
+
+
+def scatter(dest: torch.Tensor, index: torch.Tensor, values: torch.Tensor) -> None:
+    """``dest[index] = values``, with 0 for negative ones. ``dest`` (N) and ``values`` (T) are int32."""
+    if len(index):
+        grid = (triton.cdiv(len(index), BLOCK),)
+        _launch_scatter(grid, dest, index, values, len(index), types=(index.dtype,), BLOCK=BLOCK, num_warps=4)
 
 
 def place_tokens(
