@@ -1,4 +1,4 @@
-"""The pages of all requests one after the other, as FlashInfer wants them, out of the page table."""
+"""The page table in kernels: the slots of a tile of tokens, and the pages of all requests one after the other."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch
@@ -8,6 +8,16 @@ import triton.language as tl
 from .launch import Launcher, wait_for_previous
 
 BLOCK = 1024
+
+
+@triton.jit
+def page_slots(table, tile, high, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """Slots (TILE) int32 of the tokens from ``tile`` on, of page 0 from ``high`` on."""
+    if PAGE % TILE == 0:
+        page = tl.load(table + tile // PAGE, mask=tile < high, other=0)
+        return page * PAGE + tile % PAGE + tl.arange(0, TILE)
+    token = tile + tl.arange(0, TILE)
+    return tl.load(table + token // PAGE, mask=token < high, other=0) * PAGE + token % PAGE
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "indptr_ptr"])
@@ -33,7 +43,7 @@ _launch_gather = Launcher(_gather_kernel)
 
 
 def gather_pages(page_table: torch.Tensor, rows: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor) -> None:
-    """Fills ``pages[indptr[i] : indptr[i + 1]]`` with the first entries of row ``rows[i]`` of the page table.
+    """Lists pages as FlashInfer wants them: ``pages[indptr[i] : indptr[i + 1]]`` is the beginning of row ``rows[i]``.
 
     ``page_table`` (rows, pages), ``rows`` (B), ``indptr`` (B + 1) and ``pages`` (indptr[B] at least) are int32. What is
     launched depends on B and the width of the page table alone.

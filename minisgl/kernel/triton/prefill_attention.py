@@ -9,6 +9,7 @@ heads that share K and V share their loads, and a block of rows spans few positi
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .decode_attention import LOG2_E, page_slots
 from .launch import Launcher, offset_type, power_of_2, wait_for_previous
+from .pages import page_slots
 
 if TYPE_CHECKING:
     from ...attention.base import AttentionSpec
@@ -248,7 +249,7 @@ def prefill_attention(
         blocks,
         blocks.shape[1],
         out,
-        spec.scale * LOG2_E,
+        spec.scale * math.log2(math.e),  # the kernel's exponentials are to the base 2
         Q_STRIDE=q.stride(0),
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=spec.num_heads // spec.num_kv_heads,
