@@ -30,7 +30,7 @@ from minisgl.models.config import ModelConfig
 HERE = Path(__file__).parent
 CONFIGS = HERE / "configs"
 SEQUENCES = 256
-TESTS = ("tests/attention", "tests/kernel_triton", "tests/engine", "tests/llm", "tests/models")
+TESTS = tuple(f"tests/{part}" for part in ("attention", "kernel_triton", "engine", "llm", "models", "server"))
 
 
 @dataclass(frozen=True)
