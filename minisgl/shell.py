@@ -18,7 +18,7 @@ from minisgl.core import SamplingParams
 from minisgl.env import cache_dir
 from minisgl.models.source import ModelNotAvailable
 from minisgl.server.args import ServerArgs
-from minisgl.server.process import Progress
+from minisgl.server.process import Stage
 from minisgl.server.progress import StartupProgress
 from minisgl.utils.logging import setup_logging
 
@@ -117,12 +117,12 @@ def chat(args: ServerArgs) -> int:
     try:
         with contextlib.closing(display):
             # Only now, after the flags are checked and the first line is on the screen.
-            display.update("shell", Progress("loading torch"))
+            display.update("shell", Stage("loading torch"))
             from minisgl.llm import LLM
 
             options = asdict(replace(args, max_running_req=1, model=None))
             del options["model"]
-            llm = LLM(args.model, progress=lambda *stage: display.update("shell", Progress(*stage)), **options)
+            llm = LLM(args.model, progress=lambda *stage: display.update("shell", Stage(*stage)), **options)
     except ModelNotAvailable as error:
         print(f"minisgl: {error}", file=sys.stderr)
         return 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -10,9 +9,6 @@ from typing import Literal, get_args
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 LoadFormat = Literal["auto", "dummy"]
-
-Progress = Callable[[str, float | None], None]
-"""Told what is going on during the start, and how far it is (0 .. 1, None where that is not known)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from minisgl.attention.base import AttentionBackend
 from minisgl.attention.forward_batch import ForwardBatch, GraphKind, HostPlan
+from minisgl.utils.progress import Progress
 
-from .config import Progress
 from .graph_inputs import GraphInputs, Layout, record
 from .memory import gib
 from .mixed_graph import MixedGraphs

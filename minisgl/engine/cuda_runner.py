@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from minisgl.core import Batch, BatchResult
+from minisgl.utils.progress import Progress
 
-from .config import DEVICE_DEFAULTS, Progress
+from .config import DEVICE_DEFAULTS
 from .cuda_graph import StepGraphs
 from .model_runner import ModelRunner
 from .staging import IN_FLIGHT, Staging, pinned

@@ -6,14 +6,16 @@ import os
 from typing import TYPE_CHECKING
 
 from minisgl.core import Batch, EngineInfo, InFlight
+from minisgl.utils.progress import Progress, silent
 
-from .config import EngineConfig, Progress
+from .config import EngineConfig
 
 if TYPE_CHECKING:
     from minisgl.distributed.communicator import RankWatch
 
     from .cpu_runner import CpuRunner
     from .cuda_runner import CudaRunner
+    from .model_runner import ModelRunner
 
 
 class TorchEngine:
@@ -26,23 +28,26 @@ class TorchEngine:
 
     info: EngineInfo
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None, watch: RankWatch | None = None) -> None:
-        told = progress or (lambda what, fraction: None)
-        told("loading torch", None)
+    def __init__(self, config: EngineConfig, progress: Progress = silent, watch: RankWatch | None = None) -> None:
+        progress("loading torch", None)
         _limit_spinning()
         from .load import load, pick_device
 
         device = pick_device(config)
+
+        def build() -> ModelRunner:
+            return load(config, device, progress, watch)
+
         self._runner: CpuRunner | CudaRunner
         if device.type == "cuda":
             from .cuda_runner import CudaRunner
 
-            self._runner = CudaRunner(device, lambda: load(config, device, told, watch), config.cuda_graph_max_bs, told)
+            self._runner = CudaRunner(device, build, config.cuda_graph_max_bs, progress)
         else:
             from .cpu_runner import CpuRunner, physical_cores
 
             threads = config.num_threads or max(1, physical_cores() // config.tp_size)
-            self._runner = CpuRunner(lambda: load(config, device, told, watch), threads)
+            self._runner = CpuRunner(build, threads)
         self.info = self._runner.info
 
     def launch(self, batch: Batch) -> InFlight:

@@ -17,8 +17,9 @@ from minisgl.kvcache.device_pool import KVPool
 from minisgl.models.base import CausalLM
 from minisgl.models.build import build_model
 from minisgl.models.config import ModelConfig
+from minisgl.utils.progress import Progress
 
-from .config import DEVICE_DEFAULTS, EngineConfig, Progress
+from .config import DEVICE_DEFAULTS, EngineConfig
 from .memory import KVRoom, available_host_memory, context_that_fits, gib, return_freed_memory
 from .model_runner import Backends, DeviceState, ModelRunner
 from .sampler import Sampler

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from minisgl.attention.forward_batch import ForwardBatch, HostPlan
+from minisgl.utils.progress import Progress
 
-from .config import Progress
 from .graph_inputs import GraphInputs, Layout, record
 from .model_runner import ModelRunner
 from .step_plan import StepPlan

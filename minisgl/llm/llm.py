@@ -15,7 +15,6 @@ from tqdm import tqdm
 
 from minisgl.addresses import Addresses
 from minisgl.core import EngineInfo, FinishReason, ParameterError, SamplingParams
-from minisgl.engine.config import Progress
 from minisgl.engine.engine import TorchEngine
 from minisgl.message import (
     AbortBackendMsg,
@@ -33,6 +32,7 @@ from minisgl.scheduler import Scheduler, SchedulerConfig
 from minisgl.server.args import ServerArgs
 from minisgl.server.scheduler_process import RankConfig, engine_config
 from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, tokenize_request
+from minisgl.utils.progress import Progress, silent
 
 from .local_io import LocalIO
 from .ranks import FollowerRanks
@@ -75,7 +75,8 @@ class LLM:
 
     ``model`` and ``options`` are those of the command line, with underscores (``LLM(page_size=1, tp=2)``); the options
     of the server (ports, processes) do nothing here. With ``tp`` above 1 the other ranks are processes of their own, so
-    the program needs the usual ``if __name__ == "__main__":``. Not for several threads at once.
+    the program needs the usual ``if __name__ == "__main__":``. ``progress`` is told how the start goes on. Not for
+    several threads at once.
 
     Raises :class:`~minisgl.models.source.ModelNotAvailable`, or ValueError for an option that cannot be served. When
     the process of another rank dies, whatever runs and all that comes after it raises RuntimeError.
@@ -85,16 +86,11 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        progress: Progress | None = None,
+        progress: Progress = silent,
         **options: Any,
     ) -> None:
         args = ServerArgs(model=model, **options)
-
-        def told(what: str, fraction: float | None = None) -> None:
-            if progress is not None:
-                progress(what, fraction)
-
-        path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=told)
+        path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
         seed = random.getrandbits(63) if args.seed is None else args.seed
         with contextlib.ExitStack() as stack:
             ranks = None
@@ -105,7 +101,7 @@ class LLM:
             rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
             self._ranks = ranks
             with self._naming_the_dead():
-                engine = TorchEngine(engine_config(rank_config), told, watch=ranks)
+                engine = TorchEngine(engine_config(rank_config), progress, watch=ranks)
             stack.callback(engine.close)
             if ranks:
                 ranks.wait_ready()

@@ -16,7 +16,7 @@ from .base import CausalLM
 from .config import ModelConfig
 from .dummy import fill_dummy
 from .registry import ARCHITECTURES
-from .weights import Progress, load_weights
+from .weights import LoadProgress, load_weights
 
 
 def build_model(
@@ -29,7 +29,7 @@ def build_model(
     load: Literal["auto", "dummy"] = "auto",
     max_positions: int | None = None,
     moe_backend: str | None = None,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
 ) -> CausalLM:
     """The model of this rank with its weights on ``device``.
 

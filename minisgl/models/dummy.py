@@ -11,17 +11,17 @@ from torch import nn
 
 from minisgl.layers.loading import LoadPlan, Target
 
-from .weights import Progress
+from .weights import LoadProgress
 
 STD = 0.02
 """Logits stay of the order of 1, since the hidden state before the head is normed."""
 
 
-def fill_dummy(model: nn.Module, progress: Progress | None = None) -> None:
+def fill_dummy(model: nn.Module, progress: LoadProgress | None = None) -> None:
     """Norms get ones, all else normal numbers of standard deviation :data:`STD`.
 
     A tensor is a function of its name, shape, dtype and kind of device. Each rank draws the whole tensor and keeps its
-    shard, so that any number of ranks has the same model. Progress is in elements.
+    shard, so that any number of ranks has the same model. ``progress`` counts elements.
     """
     plan = LoadPlan.of(model)
     waiting = Counter(id(owner) for owner in plan.owners.values())

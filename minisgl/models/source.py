@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Literal
 
 from minisgl.env import cache_dir
+from minisgl.utils.progress import Progress, silent
 
-from .default_model import DEFAULT_MODEL, ModelNotAvailable, Progress, fetch
+from .default_model import DEFAULT_MODEL, ModelNotAvailable, fetch
 
-__all__ = ["ModelNotAvailable", "ModelSource", "Progress", "resolve_model"]
+__all__ = ["ModelNotAvailable", "ModelSource", "resolve_model"]
 
 ModelSource = Literal["huggingface", "modelscope"]
 
@@ -31,16 +32,12 @@ _CONFIG_PATTERNS = ("*.json", "*.jinja", "*.tiktoken", *_TOKENIZER_FILES)
 _SECOND_COPY = "consolidated"
 
 
-def _silent(what: str, fraction: float | None = None) -> None:
-    pass
-
-
 def resolve_model(
     name: str | None,
     source: ModelSource = "huggingface",
     *,
     weights: bool = True,
-    progress: Progress = _silent,
+    progress: Progress = silent,
 ) -> Path:
     """The directory or .gguf file of ``name`` (None is the embedded default), downloaded where it has to be.
 
@@ -138,7 +135,7 @@ def _huggingface(name: str, weights: bool, progress: Progress) -> Path:
         if isinstance(cached, str) and _is_whole(Path(cached).parent, weights):
             return Path(cached).parent
         wanted = _choose(name, HfApi().list_repo_files(name), weights)
-        progress(f"fetching {name} from Hugging Face")
+        progress(f"fetching {name} from Hugging Face", None)
         return Path(snapshot_download(name, allow_patterns=wanted))
     except ModelNotAvailable:
         raise
@@ -153,7 +150,7 @@ def _huggingface_file(repository: str, file: str, progress: Progress) -> Path:
     if isinstance(cached, str):
         return Path(cached)
     try:
-        progress(f"fetching {file} of {repository} from Hugging Face")
+        progress(f"fetching {file} of {repository} from Hugging Face", None)
         return Path(hf_hub_download(repository, file))
     except Exception as error:
         raise _hub_error(repository, error, file) from error
@@ -200,7 +197,7 @@ def _modelscope(name: str, weights: bool, progress: Progress) -> Path:
         if _is_whole(path, weights):
             return path
     try:
-        progress(f"fetching {name} from ModelScope")
+        progress(f"fetching {name} from ModelScope", None)
         path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[_SECOND_COPY + "*"]))
     except Exception as error:
         raise ModelNotAvailable(

@@ -13,7 +13,7 @@ from torch import nn
 
 from minisgl.layers.loading import LoadPlan
 
-Progress = Callable[[int, int], None]
+LoadProgress = Callable[[int, int], None]
 """Called with the bytes loaded so far and their total."""
 
 _NAMES_SHOWN = 5
@@ -47,7 +47,7 @@ def load_weights(
     tensors: Sequence[StoredTensor],
     *,
     ignore: Callable[[str], bool] = lambda name: False,
-    progress: Progress | None = None,
+    progress: LoadProgress | None = None,
     threads: int = 2,
 ) -> None:
     """Streams every tensor to its place, this rank's shard of it, and finalizes each module as soon as it is complete.

@@ -25,7 +25,7 @@ from minisgl.tokenizer.worker import run_detokenizer, run_tokenizer
 
 from .args import ServerArgs
 from .http_process import BACKLOG, ApiServerConfig, run_api_server
-from .process import Failed, Progress, Ready, Reporter, exit_words
+from .process import Failed, Ready, Reporter, Stage, exit_words
 from .progress import StartupProgress
 from .rundir import RunDir
 from .scheduler_process import RankConfig, run_rank
@@ -149,7 +149,7 @@ class Server:
                     match event:
                         case Signalled():
                             return False
-                        case Reported(worker, Progress() as stage):
+                        case Reported(worker, Stage() as stage):
                             display.update(worker.name, stage)
                         case Reported(worker, Ready(summary, facts)):
                             starting.remove(worker)
@@ -240,12 +240,13 @@ def url(sock: socket.socket) -> str:
 
 def find_model(args: ServerArgs, display: StartupProgress) -> Path:
     """The local path of --model. Raises :class:`StartError` when it cannot be had."""
-
-    def progress(what: str, fraction: float | None = None) -> None:
-        display.update("model", Progress(what, fraction))
-
     try:
-        return resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
+        return resolve_model(
+            args.model,
+            args.model_source,
+            weights=args.load_format != "dummy",
+            progress=lambda what, fraction: display.update("model", Stage(what, fraction)),
+        )
     except ModelNotAvailable as error:
         raise StartError(str(error), code=2) from None
 

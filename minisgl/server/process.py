@@ -1,6 +1,6 @@
 """A worker process, seen from inside: how it starts, reports to the launcher, and never outlives it.
 
-Each worker holds one end of a pipe, its lifeline. Reports go up (:class:`Progress`, :class:`Ready`, :class:`Failed`),
+Each worker holds one end of a pipe, its lifeline. Reports go up (:class:`Stage`, :class:`Ready`, :class:`Failed`),
 the word to start serving comes down, with the facts that all the workers reported, and its end means that the launcher
 is gone, in whatever way. On Linux the kernel kills the worker at the same moment anyway (parent-death signal); the pipe
 covers every other system.
@@ -32,7 +32,7 @@ HELD_SIGNALS = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class Stage:
     """What a worker is doing before it is ready; ``fraction`` (0 to 1) is how far it is, where that is known."""
 
     what: str
@@ -63,7 +63,7 @@ class Reporter:
         self._lock = threading.Lock()
 
     def progress(self, what: str, fraction: float | None = None) -> None:
-        self._send(Progress(what, fraction))
+        self._send(Stage(what, fraction))
 
     def ready(self, summary: str = "", **facts: Any) -> None:
         self._send(Ready(summary, facts))
@@ -75,7 +75,7 @@ class Reporter:
         """Blocks until every process of the instance is ready. Returns the facts that all of them have reported."""
         return self._go.get()
 
-    def _send(self, report: Progress | Ready | Failed) -> None:
+    def _send(self, report: Stage | Ready | Failed) -> None:
         with self._lock, contextlib.suppress(OSError):  # a launcher that is gone ends this process by itself
             self._link.send(report)
 

@@ -8,7 +8,7 @@ from typing import TextIO
 
 from minisgl.utils.logging import CLEAR_LINE
 
-from .process import Progress
+from .process import Stage
 
 REPEAT_SECONDS = 5.0
 """A plain line repeats what is under way this often at most, with how far it is by now."""
@@ -21,11 +21,11 @@ class StartupProgress:
         self._stream = stream
         self._enabled = enabled
         self._redraw = enabled and stream.isatty()
-        self._stages: dict[str, Progress] = {}
+        self._stages: dict[str, Stage] = {}
         self._line = ""
         self._printed: dict[str, tuple[str, float]] = {}
 
-    def update(self, name: str, stage: Progress) -> None:
+    def update(self, name: str, stage: Stage) -> None:
         if not self._enabled:
             return
         self._stages[name] = stage
@@ -67,5 +67,5 @@ class StartupProgress:
         self._stream.flush()
 
 
-def _words(stage: Progress) -> str:
+def _words(stage: Stage) -> str:
     return stage.what if stage.fraction is None else f"{stage.what} {stage.fraction:.0%}"

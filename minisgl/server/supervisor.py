@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from .process import HELD_SIGNALS, Failed, Progress, Ready, run_worker
+from .process import HELD_SIGNALS, Failed, Ready, Stage, run_worker
 
 
 @dataclass(eq=False, slots=True)
@@ -36,7 +36,7 @@ class Worker:
 @dataclass(frozen=True, slots=True)
 class Reported:
     worker: Worker
-    report: Progress | Ready | Failed
+    report: Stage | Ready | Failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Supervisor:
         os.close(self._signal_read)
         os.close(self._signal_write)
 
-    def _reports(self, worker: Worker) -> list[Progress | Ready | Failed]:
+    def _reports(self, worker: Worker) -> list[Stage | Ready | Failed]:
         reports = []
         while worker.link is not None:
             try:

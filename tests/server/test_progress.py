@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 
-from minisgl.server.process import Progress
+from minisgl.server.process import Stage
 from minisgl.server.progress import StartupProgress
 
 
@@ -16,8 +16,8 @@ class Terminal(io.StringIO):
 def show(stream: io.StringIO, enabled: bool = True) -> str:
     display = StartupProgress(stream, enabled)
     for i in range(101):
-        display.update("scheduler", Progress("loading weights", i / 100))
-    display.update("tokenizer", Progress("loading"))
+        display.update("scheduler", Stage("loading weights", i / 100))
+    display.update("tokenizer", Stage("loading"))
     display.ready("tokenizer", "")
     display.ready("scheduler", "7 pages")
     display.close()
