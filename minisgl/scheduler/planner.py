@@ -10,7 +10,6 @@ from .memory import Memory
 from .queue import WaitingQueue
 from .request import Req
 from .rows import Rows
-from .stats import Stats
 
 _GROWTH = 16
 """A request is admitted only if every running one can still grow by so many tokens: without that, a full cache admits
@@ -32,12 +31,13 @@ class Planner:
     gets done.
     """
 
-    def __init__(self, rows: Rows, memory: Memory, queue: WaitingQueue, budget: int, stats: Stats) -> None:
+    def __init__(self, rows: Rows, memory: Memory, queue: WaitingQueue, budget: int) -> None:
         self._rows = rows
         self._memory = memory
         self._queue = queue
         self._budget = budget
-        self._stats = stats
+        self.preemptions = 0
+        """Since the start."""
 
     def pick(self, in_flight: bool) -> tuple[Int32, Int32]:
         """The rows of the next step and their numbers of new tokens, int32; empty if there is nothing to do now.
@@ -94,8 +94,6 @@ class Planner:
             queue.remove(req)
             if req.cached_tokens is None:
                 req.cached_tokens = cached
-                self._stats.prompt_tokens += req.prompt_len
-                self._stats.cached_tokens += cached
             chunk = min(len(req.tokens) - cached, budget)
             budget -= chunk
             joined.append((req.row, chunk))
@@ -140,4 +138,4 @@ class Planner:
         assert not req.followers  # they left it when the step with the end of its prompt was done
         self._memory.release(row, keep=True)
         self._queue.push_front(req)
-        self._stats.preemptions += 1
+        self.preemptions += 1

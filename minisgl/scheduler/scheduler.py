@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from minisgl.core import PENDING, BatchResult, Bool, Engine, FinishReason, InFlight, Int32
@@ -44,14 +42,14 @@ class Scheduler:
         self._engine = engine
         self._io = io
         self._config = config
-        self._stats = Stats()
         # With more rows than tokens in the budget, some streams would stand still.
         self._rows = Rows(info, min(info.max_running_req, budget))
         self._memory = Memory(info, self._rows, config.cache)
         self._queue = WaitingQueue()
-        self._planner = Planner(self._rows, self._memory, self._queue, budget, self._stats)
+        self._planner = Planner(self._rows, self._memory, self._queue, budget)
         self._reqs: dict[int, Req] = {}
         self._arrivals = 0
+        self._steps = 0
         self._flight: tuple[InFlight, Step] | None = None
         self._out: list[DetokenizeMsg] = []
 
@@ -83,15 +81,16 @@ class Scheduler:
         return True
 
     def stats(self) -> Stats:
-        """The numbers of this moment."""
+        """What no message tells, for tests."""
         allocator, cache = self._memory.allocator, self._memory.cache
-        return replace(
-            self._stats,
+        return Stats(
             running=len(self._rows.order),
             waiting=len(self._queue),
             free_pages=allocator.num_free,
             cached_pages=cache.num_pages,
             held_pages=allocator.num_pages - allocator.num_free - cache.num_pages,
+            steps=self._steps,
+            preemptions=self._planner.preemptions,
         )
 
     def check(self) -> None:
@@ -158,8 +157,7 @@ class Scheduler:
         if len(rows) == 0:
             return None
         batch, step = assemble(self._rows, rows, new)
-        self._stats.steps += 1
-        self._stats.computed_tokens += batch.num_tokens
+        self._steps += 1
         return self._engine.launch(batch), step
 
     def _collect(self, handle: InFlight, step: Step) -> None:
@@ -207,7 +205,6 @@ class Scheduler:
                 )
             else:
                 self._say(req, packed[4 * i : 4 * i + 4], completed[i], finish)
-        self._stats.output_tokens += len(ids)
         for req in ended:
             self._end(req, keep=True)
 
@@ -231,7 +228,6 @@ class Scheduler:
             r.length[row] = length
             finish: FinishReason | None = "stop" if stops else "length" if length == req.limit else None
             self._say(req, pack_ids(ids), length - req.prompt_len, finish)
-            self._stats.output_tokens += len(ids)
             if finish is not None:
                 self._end(req, keep=True)
 
