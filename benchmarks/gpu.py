@@ -2,7 +2,8 @@
 
     python benchmarks/gpu.py --out results [--only tests,offline-0.6b,steps,...] [--list]
 
-Each section is a process of its own with a time limit, and its output goes to a file in --out. Copy bandwidth and the
+Each section is a process of its own with a time limit, and its output goes to a file in --out. With several GPUs the
+sections that need one run beside each other, between the tests and the one that needs two. Copy bandwidth and the
 rate of matrix products are measured first, in the same run. The limit of an offline run is the time of the bytes that
 it must read (the weights once a step, the KV cache of every running request) at the bandwidth, and of the arithmetic of
 all prompts at the rate; that of one sequence alone is the time of the weights of one token.
@@ -11,12 +12,16 @@ all prompts at the rate; that of one sequence alone is the time of the weights o
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import json
 import os
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -98,6 +103,8 @@ class Section:
     command: list[str]
     seconds: float
     report: Report
+    alone: bool = False
+    """Whether it takes all GPUs that there are."""
 
 
 def last_json(output: str) -> dict[str, Any]:
@@ -176,7 +183,9 @@ def sections() -> dict[str, Section]:
     both = [offline("qwen3-14b", *small), offline("qwen3-14b", "--tp", "2", *small)]
     parallel = run("-c", f"import subprocess\nfor c in {both!r}: subprocess.run(c, check=True)")
     return {
-        "tests": Section(run("-m", "pytest", "-q", "-m", "gpu", "--tb=short", *workers, *TESTS), 300, tests_report),
+        "tests": Section(
+            run("-m", "pytest", "-q", "-m", "gpu", "--tb=short", *workers, *TESTS), 300, tests_report, True
+        ),
         "offline-0.6b": Section(offline("qwen3-0.6b", "--batch-1", "128"), 120, partial(offline_report, "qwen3-0.6b")),
         "offline-14b": Section(offline("qwen3-14b", "--batch-1", "64"), 180, partial(offline_report, "qwen3-14b")),
         "offline-30b": Section(
@@ -187,7 +196,7 @@ def sections() -> dict[str, Section]:
         "attention": Section(run(HERE / "gpu_attention.py"), 400, plain_report),
         "http": Section(run(HERE / "gpu_http.py"), 180, http_report),
         "load": Section(run(HERE / "gpu_load.py"), 90, load_report),
-        "tp": Section(parallel, 240, partial(parallel_report, "qwen3-14b")),
+        "tp": Section(parallel, 240, partial(parallel_report, "qwen3-14b"), True),
     }
 
 
@@ -202,12 +211,31 @@ def measure_limits() -> Limits:
     return Limits(copy, matmul, gpus)
 
 
-def environment() -> dict[str, str]:
+def environment(gpu: int | None = None) -> dict[str, str]:
+    """Of a process that sees one GPU, or all."""
     path = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    found = os.environ | {"PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+    if gpu is not None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        found["CUDA_VISIBLE_DEVICES"] = visible.split(",")[gpu] if visible else str(gpu)
+    return found
 
 
-def run_section(name: str, section: Section, limits: Limits, out: Path) -> list[str]:
+def run_beside(names: list[str], known: dict[str, Section], limits: Limits, out: Path) -> None:
+    """Each GPU takes the next section as soon as it is free."""
+    waiting = deque(names)
+
+    def serve(gpu: int) -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                name = waiting.popleft()
+                print("\n".join(run_section(name, known[name], limits, out, gpu)), flush=True)
+
+    with ThreadPoolExecutor(limits.gpus) as pool:
+        list(pool.map(serve, range(limits.gpus)))
+
+
+def run_section(name: str, section: Section, limits: Limits, out: Path, gpu: int | None = None) -> list[str]:
     log = out / f"{name}.log"
     begin = time.perf_counter()
     with log.open("w") as file:
@@ -215,7 +243,7 @@ def run_section(name: str, section: Section, limits: Limits, out: Path) -> list[
             code: int | str = subprocess.run(
                 section.command,
                 cwd=HERE.parent,
-                env=environment(),
+                env=environment(gpu),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 timeout=section.seconds,
@@ -246,11 +274,15 @@ def main() -> None:
         parser.error(f"there is no section {unknown[0]}; --list prints their names")
     args.out.mkdir(parents=True, exist_ok=True)
     limits = measure_limits()
-    for name in chosen:
-        if name == "tp" and limits.gpus < 2:
-            print("tp: left out, there is one GPU")
-            continue
-        print("\n".join(run_section(name, known[name], limits, args.out)), flush=True)
+    if limits.gpus < 2 and "tp" in chosen:
+        print("tp: left out, there is one GPU")
+        chosen.remove("tp")
+    for alone, group in itertools.groupby(chosen, lambda name: known[name].alone):
+        if alone:
+            for name in group:
+                print("\n".join(run_section(name, known[name], limits, args.out)), flush=True)
+        else:
+            run_beside(list(group), known, limits, args.out)
 
 
 if __name__ == "__main__":
