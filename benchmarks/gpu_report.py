@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +111,22 @@ class Limits:
         copy = pair.nbytes / (triton.testing.do_bench(lambda: pair[0].copy_(pair[1]), return_mode="median") / 1e3)
         a, b = randn(8192, 8192), randn(8192, 8192)
         return cls(copy, 2 * 8192**3 / measure([lambda: a @ b]))
+
+    @staticmethod
+    def sustained_matmul(seconds: float = 1.5) -> float:
+        """Operations per second of the same product when it has run for so long: by then the power limits the clock."""
+        a, b = randn(8192, 8192), randn(8192, 8192)
+        flops, count = 2 * 8192**3, 40
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        rate, end = 0.0, time.perf_counter() + seconds
+        while time.perf_counter() < end:
+            events[0].record()
+            for _ in range(count):
+                a @ b
+            events[1].record()
+            torch.cuda.synchronize()
+            rate = count * flops / (events[0].elapsed_time(events[1]) / 1e3)
+        return rate
 
     def share(self, seconds: float, nbytes: float = 0, flops: float = 0) -> str:
         floor = max(nbytes / self.copy, flops / self.matmul)
