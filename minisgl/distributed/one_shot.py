@@ -30,10 +30,11 @@ class OneShot:
         self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
-        handle = _SymmetricMemory.rendezvous(self._memory, name)
-        handle.barrier()  # all memories are zero before anybody writes
+        # It holds the memories of the others.
+        self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        self._handle.barrier()  # all memories are zero before anybody writes
         torch.cuda.synchronize(device)
-        self._peers = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         # The host must reach it while a kernel waits and everything behind that kernel waits too.
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
