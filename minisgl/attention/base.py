@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from minisgl.core import Int32
+
 if TYPE_CHECKING:
     from minisgl.kvcache.device_pool import KVPool
     from minisgl.layers.ops import Ops
@@ -53,6 +55,13 @@ class AttentionSpec:
         return self.cos_sin.shape[1]
 
 
+def in_pinned_memory(array: Int32, device: torch.device) -> torch.Tensor:
+    """``array`` as a tensor that can be copied to ``device`` while the host goes on; on a CPU, the array itself."""
+    tensor = torch.from_numpy(array)
+    # torch's cache of pinned memory does not hand it out again before the copy is done.
+    return tensor.pin_memory() if device.type == "cuda" else tensor
+
+
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
     """What a backend is made for. Head counts are those of this rank."""
@@ -71,7 +80,7 @@ class AttentionBackend(ABC):
     """Paged causal attention over one :class:`KVPool`."""
 
     serves_graphs: ClassVar[frozenset[GraphKind]] = frozenset()
-    """In which it keeps to what :class:`ForwardBatch` demands of a step in a CUDA graph; others run eagerly."""
+    """The kinds of steps in which it does what :class:`ForwardBatch` demands of a CUDA graph; others run eagerly."""
 
     def __init__(self, config: BackendConfig, ops: Ops) -> None:
         self.config = config

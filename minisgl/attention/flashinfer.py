@@ -23,7 +23,7 @@ from ..core import Int32
 from ..kernel.triton.launch import num_sms, supports_pdl
 from ..kernel.triton.pages import gather_pages
 from ..kernel.triton.rope import norm_rope_store
-from .base import AttentionBackend, AttentionSpec, BackendConfig
+from .base import AttentionBackend, AttentionSpec, BackendConfig, in_pinned_memory
 
 if TYPE_CHECKING:
     from ..kvcache.device_pool import KVPool
@@ -49,7 +49,7 @@ def plan_pages(lengths: Int32, page_size: int) -> tuple[Int32, Int32]:
 
 
 def uses_tensor_cores(group: int) -> bool:
-    """Whether steps of single tokens do, with ``group`` query heads for each KV head.
+    """Whether steps of single tokens run on them, with ``group`` query heads for each KV head.
 
     FlashInfer has kernels without them for few of the wider groups, and these are slower.
     """
@@ -103,7 +103,7 @@ class FlashInferAttention(AttentionBackend):
         if batch.graph is not None:
             if batch.plan is None:
                 batch.plan = [_Part(_GraphSingle(self._shared, size, self._pages_of_graphs(batch)), slice(0, size))]
-            # Those that fill it up see their own token: FlashInfer reckons with no request without any length.
+            # FlashInfer plans for no request without a length: those that fill the step up get their own token.
             new = np.ones(size, np.int32)
             lengths = new.copy()
             lengths[: len(host.cached)] += host.cached
@@ -169,11 +169,6 @@ class _Shared(NamedTuple):
     flashinfer: Any
     workspace: torch.Tensor
 
-    def pinned(self, array: Int32) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        # From torch's cache of pinned memory, which waits for the copy.
-        return tensor.pin_memory() if self.config.device.type == "cuda" else tensor
-
 
 class _Kind(NamedTuple):
     """What layers have in common that share a wrapper."""
@@ -201,7 +196,7 @@ class _Wrapper:
 
 
 class _Requests(ABC):
-    """Some of the requests of a step, planned together: with all wrappers that their layers have needed so far.
+    """Some of the requests of a step, planned together, with all wrappers that their layers have needed so far.
 
     ``pages`` are those of all of them, and request i has pages ``indptr[i] .. indptr[i + 1]``. Both are int32 tensors
     on the device; ``plan`` fills the second, and the first has to be filled before any layer attends.
@@ -209,7 +204,7 @@ class _Requests(ABC):
 
     pages: torch.Tensor
     indptr: torch.Tensor
-    _indptr: torch.Tensor
+    _host_indptr: torch.Tensor
     _last_page_len: torch.Tensor
     _lengths: torch.Tensor
     _cu_new: torch.Tensor
@@ -220,13 +215,14 @@ class _Requests(ABC):
 
     def plan(self, lengths: Int32, new: Int32) -> None:
         """``lengths`` (B) of the requests with their ``new`` tokens (B)."""
-        pinned = self.shared.pinned
+        device = self.shared.config.device
         indptr, last_page_len = plan_pages(lengths, self.shared.config.page_size)
         cu_new = np.zeros(len(new) + 1, np.int32)
         np.cumsum(new, out=cu_new[1:])
-        self._lengths, self._cu_new = pinned(lengths), pinned(cu_new)
-        self._indptr, self._last_page_len = pinned(indptr), pinned(last_page_len)
-        self._place(self._indptr)
+        self._lengths, self._cu_new = in_pinned_memory(lengths, device), in_pinned_memory(cu_new, device)
+        self._host_indptr = in_pinned_memory(indptr, device)
+        self._last_page_len = in_pinned_memory(last_page_len, device)
+        self._place(self._host_indptr)
         for kind, wrapper in self._wrappers.items():
             self._plan(wrapper, kind)
 
@@ -284,11 +280,11 @@ class _Single(_Requests):
         )
 
     def _plan(self, wrapper: _Wrapper, kind: _Kind) -> None:
-        wrapper.plan(self._indptr, self.pages, self._last_page_len, *self._shape(), **self._options(kind))
+        wrapper.plan(self._host_indptr, self.pages, self._last_page_len, *self._shape(), **self._options(kind))
 
 
 class _GraphSingle(_Single):
-    """As many in each step, at the fixed addresses of a CUDA graph. ``pages`` has room for all that they can have."""
+    """The same number of them in each step, at the fixed addresses of a CUDA graph. ``pages`` has room for any step."""
 
     def __init__(self, shared: _Shared, size: int, pages: torch.Tensor) -> None:
         super().__init__(shared)
@@ -312,8 +308,8 @@ class _GraphSingle(_Single):
         return wrapper
 
     def _plan(self, wrapper: _Wrapper, kind: _Kind) -> None:
-        # Which pages they are is found out by the graph itself: there are none to copy.
-        wrapper.plan(self._indptr, self.pages[:0], self._last_page_len, *self._shape(), **self._options(kind))
+        # The graph itself lists the pages (FlashInferAttention.begin): there are none to copy.
+        wrapper.plan(self._host_indptr, self.pages[:0], self._last_page_len, *self._shape(), **self._options(kind))
 
 
 class _Several(_Requests):
@@ -325,7 +321,7 @@ class _Several(_Requests):
     def _plan(self, wrapper: _Wrapper, kind: _Kind) -> None:
         wrapper.plan(
             self._cu_new,
-            self._indptr,
+            self._host_indptr,
             self.pages,
             self._last_page_len,
             *self._shape(),

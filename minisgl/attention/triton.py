@@ -22,7 +22,7 @@ from ..kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_a
 from ..kernel.triton.launch import supports_pdl
 from ..kernel.triton.prefill_attention import plan_prefill, prefill_attention, prefill_config
 from ..kernel.triton.rope import norm_rope_store
-from .base import AttentionBackend, AttentionSpec, BackendConfig
+from .base import AttentionBackend, AttentionSpec, BackendConfig, in_pinned_memory
 
 if TYPE_CHECKING:
     from ..kvcache.device_pool import KVPool
@@ -80,8 +80,8 @@ class TritonAttention(AttentionBackend):
         single = batch.size if batch.graph == "single" else batch.host.num_single
         blocks = None
         if single < batch.size:
-            plan = self._blocks(batch.host)
-            blocks = self._pinned(plan).to(self.config.device, non_blocking=True)
+            plan, device = self._blocks(batch.host), self.config.device
+            blocks = in_pinned_memory(plan, device).to(device, non_blocking=True)
         batch.plan = _Plan(single, blocks)
 
     def _prepare_mixed(self, batch: ForwardBatch) -> None:
@@ -99,16 +99,11 @@ class TritonAttention(AttentionBackend):
         blocks[0, : found.shape[1]] = found[0] + single
         blocks[1, : found.shape[1]] = found[1]
         values[2 * most :][:single] = host.cached[:single] + 1
-        plan.memory.copy_(self._pinned(values), non_blocking=True)
+        plan.memory.copy_(in_pinned_memory(values, device), non_blocking=True)
 
     def _blocks(self, host: HostPlan) -> npt.NDArray[np.int32]:
         single = host.num_single
         return plan_prefill(host.cached[single:], host.new[single:], self.group, self.prefill.rows)
-
-    def _pinned(self, array: npt.NDArray[np.int32]) -> torch.Tensor:
-        tensor = torch.from_numpy(array)
-        # From torch's cache of pinned memory, which waits for the copy.
-        return tensor.pin_memory() if self.config.device.type == "cuda" else tensor
 
     def begin(self, batch: ForwardBatch) -> None:
         plan = batch.plan

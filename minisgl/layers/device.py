@@ -68,21 +68,22 @@ class TritonWeight(PlainWeight):
         self._pdl = launch.supports_pdl(matrix.device)
 
     def matmul(self, x: torch.Tensor) -> torch.Tensor:
-        return super().matmul(x) if (out := self._streamed(x)) is None else out
+        out = self._streamed(x)
+        return super().matmul(x) if out is None else out
 
     def gated(self, x: torch.Tensor) -> torch.Tensor:
-        if (out := self._streamed(x, gated=True)) is not None:
-            return out
-        return self._silu_and_mul(super().matmul(x), pdl=self._pdl)
+        out = self._streamed(x, gated=True)
+        return self._silu_and_mul(super().matmul(x), pdl=self._pdl) if out is None else out
 
     def in_parts(self, x: torch.Tensor) -> torch.Tensor:
-        return super().matmul(x) if (out := self._streamed(x, in_parts=self.bias is None)) is None else out
+        out = self._streamed(x, in_parts=self.bias is None)
+        return super().matmul(x) if out is None else out
 
     def _streamed(self, x: torch.Tensor, *, gated: bool = False, in_parts: bool = False) -> torch.Tensor | None:
-        """The product where a few rows are faster that way."""
-        outputs, inputs = self.matrix.shape
+        """The product for a few rows, None where the library's is faster."""
         if x.dtype.itemsize != 2:
             return None
+        outputs, inputs = self.matrix.shape
         config = self._few_rows_config(
             x.shape[0], outputs // 2 if gated else outputs, inputs, gated=gated, in_parts=in_parts
         )

@@ -121,6 +121,7 @@ class RowLinear(Linear):
             # Rank 0 adds it to its part of the sum.
             added = residual if self.comm.rank == 0 else None
             return None, self.comm.all_reduce(self.fusing.fused(x, residual=added))
+        # An all-reduce of the parts would send each of them.
         if self.fusing is not None and self.comm.world_size == 1:
             return self.fusing.in_parts(x), residual
         return self(x), residual

@@ -37,7 +37,7 @@ from minisgl.utils.progress import Progress, silent
 from .local_io import LocalIO
 from .ranks import FollowerRanks
 
-_DEATH_SHOWS = 2.0  # seconds after the connections of a dead process have ended
+_DEATH_SECONDS = 2.0  # within which the death of a process shows, after the end of its connections
 
 Message = dict[str, Any]
 """A chat message in OpenAI's shape: ``{"role": ..., "content": ...}``."""
@@ -264,7 +264,7 @@ class LLM:
             yield
         except RuntimeError:
             if self._ranks:
-                self._ranks.check(_DEATH_SHOWS)
+                self._ranks.check(_DEATH_SECONDS)
             raise
 
 

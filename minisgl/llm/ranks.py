@@ -77,11 +77,10 @@ class FollowerRanks:
 
     def _listen(self) -> None:
         """Until the first rank is gone: then there is nothing more to hear."""
-        links = dict(self._links)
         while True:
-            for link in wait(links):
+            for link in wait(self._links):
                 assert isinstance(link, Connection)
-                rank = links[link]
+                rank = self._links[link]
                 try:
                     report = link.recv()
                 except (EOFError, OSError):
