@@ -155,7 +155,7 @@ def decode_attention(
         NUM_KV_HEADS=spec.num_kv_heads,
         GROUP=group,
         GROUP_POW2=group_pow2,
-        BLOCK_G=max(16, group_pow2),
+        BLOCK_G=max(16, power_of_2(group + 1)),
         HEAD_DIM=spec.head_dim,
         BLOCK_D=block_d,
         PAGE=k_pool.shape[1],

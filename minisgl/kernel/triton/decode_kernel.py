@@ -20,13 +20,12 @@ from .rope import norm_rope
 
 @triton.jit
 def _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests):
-    """First unit, first unit of the next, length and table row of a request; any numbers past the last one."""
+    """Where a request's units end, its length and its table row; any numbers past the last request."""
     real = request < num_requests
-    first = tl.load(plan_ptr + 2 + request, mask=real, other=0)
     end = tl.load(plan_ptr + 3 + request, mask=real, other=0)
     length = tl.load(seq_lens_ptr + request, mask=real, other=0)
     row = tl.load(rows_ptr + request, mask=real, other=0)
-    return first, end, length, row
+    return end, length, row
 
 
 @triton.jit
@@ -124,7 +123,7 @@ def _decode_kernel(
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     heads: tl.constexpr = NUM_KV_HEADS * GROUP
-    g = tl.arange(0, BLOCK_G)  # A matrix product has 16 rows at least; GROUP of them are real.
+    g = tl.arange(0, BLOCK_G)  # A matrix product has 16 rows at least; GROUP of them are query heads.
     d = tl.arange(0, BLOCK_D)
     in_head = d < HEAD_DIM
     kv_stride: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
@@ -135,7 +134,8 @@ def _decode_kernel(
     request = tl.load(plan_ptr + 3 + num_requests + program)
     unit = program * total // busy
     last_unit = tl.where(program < busy, (program + 1) * total // busy, unit)
-    first, end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
+    first = tl.load(plan_ptr + 2 + request, mask=request < num_requests, other=0)
+    end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
     wait_for_previous(PDL)
     while unit < last_unit:
         stop = tl.minimum(last_unit, end)
@@ -145,15 +145,24 @@ def _decode_kernel(
         low = start // TILE * TILE + (unit - first) * (UNIT * TILE)
         high = tl.minimum(start // TILE * TILE + (stop - first) * (UNIT * TILE), length)
 
+        # All loads whose addresses are known come first, so that their latencies overlap. Where a tile lies is looked
+        # up one tile ahead, so that its loads never wait for an address.
+        table = table_ptr + row.to(tl.int64) * table_stride
+        slot = page_slots(table, low, high, PAGE, TILE)
         head_mask = g[:, None] < GROUP
         if FUSED:
-            angles = cos_sin_ptr + (length - 1) * ROTARY_DIM
             qkv = q_ptr + request.to(tl.int64) * Q_STRIDE
+            v_new = tl.load(qkv + (heads + NUM_KV_HEADS + kv_head) * HEAD_DIM + d, mask=in_head, other=0.0)
+            new = tl.load(slots_ptr + request).to(tl.int64) * kv_stride + kv_head * HEAD_DIM
+            # The row behind the query heads is the new key; as a query it is nobody's.
+            is_key = g[:, None] == GROUP
             q = norm_rope(
-                qkv + (kv_head * GROUP + g[:, None]) * HEAD_DIM,
-                head_mask,
+                qkv + tl.where(is_key, heads + kv_head, kv_head * GROUP + g[:, None]) * HEAD_DIM,
+                g[:, None] <= GROUP,
+                is_key,
                 q_norm_ptr,
-                angles,
+                k_norm_ptr,
+                cos_sin_ptr + (length - 1) * ROTARY_DIM,
                 eps,
                 HEAD_DIM,
                 BLOCK_D,
@@ -161,21 +170,7 @@ def _decode_kernel(
                 HAS_NORM,
             )
             if stop == end:
-                one = tl.zeros((1, 1), tl.int32)
-                k_new = norm_rope(
-                    qkv + (heads + kv_head) * HEAD_DIM + one,
-                    one == 0,
-                    k_norm_ptr,
-                    angles,
-                    eps,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    ROTARY_DIM,
-                    HAS_NORM,
-                )
-                v_new = tl.load(qkv + (heads + NUM_KV_HEADS + kv_head) * HEAD_DIM + d, mask=in_head, other=0.0)
-                new = tl.load(slots_ptr + request).to(tl.int64) * kv_stride + kv_head * HEAD_DIM
-                tl.store(k_pool_ptr + new + d[None, :], k_new, mask=in_head[None, :])
+                tl.store(k_pool_ptr + new + g[:, None] * 0 + d[None, :], q, mask=is_key & in_head[None, :])
                 tl.store(v_pool_ptr + new + d, v_new, mask=in_head)
                 tl.debug_barrier()
         else:
@@ -186,9 +181,6 @@ def _decode_kernel(
         # Summed over tokens at the end only: a sum over a tile is a barrier among the warps.
         weights = tl.zeros((BLOCK_G, TILE), tl.float32)
         acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
-        table = table_ptr + row.to(tl.int64) * table_stride
-        # Where a tile lies is looked up one tile ahead, so that its loads never wait for an address.
-        slot = page_slots(table, low, high, PAGE, TILE)
         for tile in range(low, high, TILE):
             token = tile + tl.arange(0, TILE)
             valid = (token < high) & (token >= start)
@@ -256,9 +248,11 @@ def _decode_kernel(
                 real = (gg < GROUP) & in_head[None, :]
                 tl.store(out + gg * HEAD_DIM + d[None, :], merged.to(out_ptr.dtype.element_ty), mask=real)
                 tl.store(counter, 0)  # for the next layer
+        if stop == end:
+            request += 1
+            first = end
+            end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
         unit = stop
-        request += tl.where(stop == end, 1, 0)
-        first, end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
 
 
 launch_decode = Launcher(_decode_kernel)

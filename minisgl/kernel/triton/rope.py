@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 def norm_rope(
     x_ptr,  # tile of pointers to element 0 of each head (H, 1)
     head_mask,  # (H, 1)
-    norm_ptr,  # weight (HEAD_DIM)
-    cos_sin_ptr,  # of the position of each head (H, 1)
+    is_key,  # (H, 1): which of the two norms
+    q_norm_ptr,  # weight (HEAD_DIM)
+    k_norm_ptr,
+    cos_sin_ptr,  # of the position of all
     eps,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -48,12 +50,16 @@ def norm_rope(
     if HAS_NORM:
         wide = own.to(tl.float32)
         scale = tl.rsqrt(tl.sum(wide * wide, axis=1) / HEAD_DIM + eps)[:, None]
-        own = (wide * scale).to(dtype) * tl.load(norm_ptr + d, mask=d < HEAD_DIM, other=0.0)
-        other = (other.to(tl.float32) * scale).to(dtype) * tl.load(norm_ptr + partner, mask=d < HEAD_DIM, other=0.0)
+        q_own = tl.load(q_norm_ptr + d, mask=d < HEAD_DIM, other=0.0)
+        q_other = tl.load(q_norm_ptr + partner, mask=d < HEAD_DIM, other=0.0)
+        k_own = tl.load(k_norm_ptr + d, mask=d < HEAD_DIM, other=0.0)
+        k_other = tl.load(k_norm_ptr + partner, mask=d < HEAD_DIM, other=0.0)
+        own = (wide * scale).to(dtype) * tl.where(is_key, k_own, q_own)
+        other = (other.to(tl.float32) * scale).to(dtype) * tl.where(is_key, k_other, q_other)
     rotates = d < ROTARY_DIM
     angle = tl.where(d < half, d, d - half)
-    cos = tl.load(cos_sin_ptr + angle, mask=head_mask & rotates, other=1.0)
-    sin = tl.load(cos_sin_ptr + half + angle, mask=head_mask & rotates, other=0.0)
+    cos = tl.load(cos_sin_ptr + angle, mask=rotates, other=1.0)
+    sin = tl.load(cos_sin_ptr + half + angle, mask=rotates, other=0.0)
     sin = tl.where(d < half, -sin, sin)
     return (own.to(tl.float32) * cos + other.to(tl.float32) * sin).to(dtype)
 
