@@ -192,6 +192,26 @@ def test_the_death_of_a_rank_is_an_error_at_once_and_from_then_on(model: Path) -
         assert two.generate("again", GREEDY).completion_tokens == 12
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_the_death_of_a_rank_during_the_start_is_an_error(model: Path, seconds: float) -> None:
+    """Before the ranks have met, and (most often) while they load."""
+
+    def kill() -> None:
+        while not (found := [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]):
+            time.sleep(0.01)
+        time.sleep(seconds)
+        found[0].kill()
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"Rank 1 died \(killed by SIGKILL\)"):
+        LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8)
+    killer.join()
+    assert time.monotonic() - begin < 20
+
+
 def talkative_rank(config: RankConfig, reporter: Reporter) -> None:
     for i in range(5000):
         reporter.progress("loading weights", i / 5000)
