@@ -281,14 +281,13 @@ class _Step:
         return self.fused(pdl=True)
 
     def one_row(self, pdl: bool) -> torch.Tensor:
-        stream = self.x.clone()
+        stream = self.x
         before: dict[str, Any] = {"norm": self.norm, "eps": 1e-6, "pdl": pdl}
-        after: dict[str, Any] = {"residual": stream, "out": stream, "pdl": pdl}
         for index, layer in enumerate(self.layers):
             seen = self.attend(one_row_linear(stream, layer["qkv"], **before), index, pdl)
-            one_row_linear(seen, layer["o"], **after)
+            stream = one_row_linear(seen, layer["o"], residual=stream, pdl=pdl)
             middle = one_row_linear(stream, layer["gate_up"], gated=True, **before)
-            one_row_linear(middle, layer["down"], **after)
+            stream = one_row_linear(middle, layer["down"], residual=stream, pdl=pdl)
         return one_row_linear(stream, self.head, **before)
 
     def few_rows(self, pdl: bool) -> torch.Tensor:

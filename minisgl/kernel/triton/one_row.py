@@ -137,22 +137,20 @@ def one_row_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
-    out: torch.Tensor | None = None,
     config: OneRowConfig | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """``rms_norm(x) @ weight.T + bias``, then ``silu(gate) * up`` of its halves if ``gated``, then ``+ residual``.
 
     ``x`` is (1, K); ``weight`` (N, K), contiguous, if gated (2 * N, K) with the gate half first; ``norm`` (K) is the
-    norm's weight, None for no norm. ``residual`` (1, N), contiguous, may be ``out`` itself, but neither of them may be
-    ``x``. Rounds where the separate operations would. Returns ``out`` (1, N), made if it is None.
+    norm's weight, None for no norm; ``residual`` is (1, N), contiguous. Rounds where the separate operations would.
+    Returns (1, N).
     """
     rows, inputs = x.shape
     if rows != 1:
         raise ValueError(f"one_row_linear serves one row, not {rows}.")
     outputs = weight.shape[0] // (2 if gated else 1)
-    if out is None:
-        out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
     config = config or one_row_config(inputs, gated)
     _launch_one_row(
         (triton.cdiv(outputs, config.block_n),),
