@@ -36,10 +36,10 @@ from minisgl.kernel.triton.sampling import sample
 # Decode attention
 
 
-def _decode_option(tile: int, programs: int, warps: int, stages: int, min_units: int = 1) -> DecodeConfig:
+def _decode_option(tile: int, programs: int, warps: int, stages: int, min_tiles: int = 1) -> DecodeConfig:
     """With as many registers as so many programs on one multiprocessor leave."""
     registers = min(255, 65536 // (programs * warps * 32) // 8 * 8)
-    return DecodeConfig(tile, programs, warps, stages, min_units, registers)
+    return DecodeConfig(tile, programs, warps, stages, min_tiles, registers)
 
 
 DECODE_OPTIONS = [
@@ -47,8 +47,8 @@ DECODE_OPTIONS = [
     *(_decode_option(32, programs, 4, stages) for programs, stages in ((3, 4), (4, 4), (4, 3))),
     *(_decode_option(32, programs, 2, stages) for programs, stages in ((4, 4), (6, 3), (8, 2))),
     *(_decode_option(128, programs, warps, stages) for programs, stages in ((1, 3), (2, 2)) for warps in (4, 8)),
-    _decode_option(64, 3, 4, 3, min_units=2),
-    _decode_option(64, 3, 4, 3, min_units=4),
+    _decode_option(64, 3, 4, 3, min_tiles=2),
+    _decode_option(64, 3, 4, 3, min_tiles=4),
 ]
 
 
@@ -94,18 +94,8 @@ def _decode(report: Report, name: str, lengths: list[int], page: int) -> None:
     q = qkv.view(batch, -1, model.head_dim)[:, : model.heads]
     out = torch.full((batch, model.heads * model.head_dim), float("nan"), dtype=BF16, device=DEVICE)
 
-    def calls(config: DecodeConfig, fused: bool, fixed: bool = False) -> list[Callable[[], None]]:
-        workspace = DecodeWorkspace(
-            batch,
-            model.heads,
-            model.kv_heads,
-            model.head_dim,
-            BF16,
-            DEVICE,
-            fixed=fixed,
-            max_tokens=tokens,
-            config=config,
-        )
+    def calls(config: DecodeConfig, fused: bool) -> list[Callable[[], None]]:
+        workspace = DecodeWorkspace(batch, model.heads, model.kv_heads, model.head_dim, BF16, DEVICE, config)
         workspace.plan(None, seq_lens)
         source = FusedQKV(qkv, slots) if fused else q
 
@@ -128,7 +118,6 @@ def _decode(report: Report, name: str, lengths: list[int], page: int) -> None:
     label = f"decode {name} {what} page {page}"
     report.row(label, measure(calls(config, fused=False)), wrong, nbytes)
     report.row("  with norm, rope and store", measure(calls(config, fused=True)), wrong, nbytes)
-    report.row("  with fixed parts", measure(calls(config, fused=False, fixed=True)), wrong, nbytes)
     report.tuned(DECODE_OPTIONS, lambda config: measure(calls(config, fused=True)), nbytes)
 
 

@@ -70,13 +70,9 @@ def rows(model: Model, dtype: torch.dtype) -> None:
     silu_and_mul(torch.empty(64, 2 * model.inner, dtype=dtype))
 
 
-def decode(
-    model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None, fused: bool = True, fixed: bool = False
-) -> None:
+def decode(model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None, fused: bool = True) -> None:
     spec = model.spec(dtype, window)
-    workspace = DecodeWorkspace(
-        256, model.heads, model.kv_heads, model.head_dim, dtype, CPU, fixed=fixed, max_tokens=4096
-    )
+    workspace = DecodeWorkspace(256, model.heads, model.kv_heads, model.head_dim, dtype, CPU)
     workspace.plan(window, ints(8), pdl=True)
     pool = torch.empty(64, page, model.kv_heads, model.head_dim, dtype=dtype)
     qkv = torch.empty(8, (model.heads + 2 * model.kv_heads) * model.head_dim, dtype=dtype)
@@ -173,7 +169,6 @@ for page in (1, 64, 128):
     CASES[f"decode-page-{page}"] = partial(decode, QWEN3_14B, BF16, page)
     CASES[f"prefill-page-{page}"] = partial(prefill, QWEN3_14B, BF16, page)
 CASES["decode-plain"] = partial(decode, QWEN3_14B, BF16, fused=False)
-CASES["decode-fixed"] = partial(decode, QWEN3_14B, BF16, fixed=True)
 for name, function in (("decode", decode), ("prefill", prefill)):
     CASES[f"{name}-window"] = partial(function, LLAMA3_8B, BF16, window=4096)
     CASES[f"{name}-smollm2-fp32"] = partial(function, SMOLLM2, FP32)

@@ -24,7 +24,7 @@ def run(paged, spec, q, workspace):
     return out
 
 
-def make_workspace(spec, lengths, dtype, device, on_gpu, fixed=False):
+def make_workspace(spec, lengths, dtype, device, on_gpu):
     small = DecodeConfig(tile=16, programs_per_sm=2, num_warps=4, num_stages=2)
     return DecodeWorkspace(
         len(lengths),
@@ -33,9 +33,7 @@ def make_workspace(spec, lengths, dtype, device, on_gpu, fixed=False):
         spec.head_dim,
         dtype,
         device,
-        fixed=fixed,
-        max_tokens=4 * sum(lengths),  # room for smaller units than the workspace's own
-        config=None if on_gpu else small,
+        None if on_gpu else small,
     )
 
 
@@ -101,23 +99,6 @@ def test_fused_with_norm_rope_and_store(rng, device, on_gpu, norm, rotary_dim):
             untouched[slots] = False
             assert torch.equal(pool.flatten(0, 1)[untouched].nan_to_num(), old.flatten(0, 1)[untouched].nan_to_num())
         assert_close(out, paged.reference(q, [1] * len(lengths), spec))
-
-
-def test_fixed_parts_do_not_depend_on_the_neighbours(rng, device, on_gpu):
-    """The same request gives the same bits alone, with others, and at another place in the batch."""
-    lengths = [700, 1, 1500, 30] if on_gpu else [70, 1, 33]
-    dtype = torch.float32
-    paged = Paged.make(rng, lengths, 16, 2, 64, dtype, device)
-    spec = make_spec(rng, 4, 2, 64, dtype, device)
-    q = randn(rng, len(lengths), 4, 64, dtype=dtype, device=device)
-    workspace = make_workspace(spec, lengths, dtype, device, on_gpu, fixed=True)
-    workspace.unit = 2
-    together = run(paged, spec, q, workspace)
-    assert_close(together, paged.reference(q, [1] * len(lengths), spec))
-    for i in range(len(lengths)):
-        one = slice(i, i + 1)
-        alone = Paged(paged.k_pool, paged.v_pool, paged.table, paged.rows[one], paged.seq_lens[one], 16)
-        assert torch.equal(run(alone, spec, q[one], workspace), together[one])
 
 
 def test_one_long_request_is_shared_by_all_programs(rng, device, on_gpu):

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DecodeConfig:
-    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, the fewest units (of
-    one tile, unless parts are fixed) that are worth a program, and a bound on registers."""
+    """Launch parameters: tokens of a tile, programs per multiprocessor, warps, pipeline stages, the fewest tiles that
+    are worth a program, and a bound on registers."""
 
     tile: int
     programs_per_sm: int
     num_warps: int
     num_stages: int
-    min_units: int = 1
+    min_tiles: int = 1
     max_registers: int | None = None
 
 
@@ -45,14 +45,11 @@ def decode_config(head_dim: int, itemsize: int, group: int) -> DecodeConfig:
     if group <= 2:
         return DecodeConfig(tile, programs_per_sm=3, num_warps=4, num_stages=3, max_registers=168)
     tile = max(16, min(64, 8192 // row))
-    return DecodeConfig(tile, programs_per_sm=4, num_warps=2, num_stages=4, min_units=3, max_registers=255)
+    return DecodeConfig(tile, programs_per_sm=4, num_warps=2, num_stages=4, min_tiles=3, max_registers=255)
 
 
 class DecodeWorkspace:
-    """Buffers at fixed addresses, shared by all layers and steps of one stream.
-
-    ``max_tokens`` bounds the tokens that all requests of a step hold together; only ``fixed`` needs memory for it.
-    """
+    """Buffers at fixed addresses, shared by all layers and steps of one stream."""
 
     def __init__(
         self,
@@ -62,19 +59,12 @@ class DecodeWorkspace:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        *,
-        fixed: bool = False,
-        max_tokens: int = 0,
         config: DecodeConfig | None = None,
     ) -> None:
         self.config = config or decode_config(head_dim, dtype.itemsize, num_heads // num_kv_heads)
-        self.fixed = fixed
         self.max_requests = max_requests
         self.num_programs = max(1, num_sms(device) * self.config.programs_per_sm // num_kv_heads)
-        self.unit = max(1, 512 // self.config.tile) if fixed else 1
         self.num_slots = 2 * self.num_programs
-        if fixed:
-            self.num_slots = max_tokens // (self.unit * self.config.tile) + 2 * max_requests
         slots = num_kv_heads * self.num_slots * (num_heads // num_kv_heads)
         self.partial = torch.empty((slots, head_dim), dtype=torch.float32, device=device)
         self.stats = torch.empty((slots, 2), dtype=torch.float32, device=device)
@@ -89,7 +79,7 @@ class DecodeWorkspace:
         if window not in self.plans:
             size = plan_size(self.max_requests, self.num_programs)
             self.plans[window] = torch.empty(size, dtype=torch.int32, device=self._device)
-        cut = Cut(self.config.tile, self.unit, self.config.min_units, window or 0)
+        cut = Cut(self.config.tile, self.config.min_tiles, window or 0)
         plan_decode(self.plans[window], seq_lens, self.max_requests, self.num_programs, cut, pdl=pdl)
 
 
@@ -160,10 +150,8 @@ def decode_attention(
         BLOCK_D=block_d,
         PAGE=k_pool.shape[1],
         TILE=config.tile,
-        UNIT=workspace.unit,
         WINDOW=spec.sliding_window or 0,
         OFFSET=offset_type(k_pool),
-        FIXED=workspace.fixed,
         FUSED=fused is not None,
         ROTARY_DIM=spec.rotary_dim if fused else 0,
         HAS_NORM=fused is not None and spec.q_norm is not None,

@@ -20,7 +20,7 @@ from .rope import norm_rope
 
 @triton.jit
 def _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests):
-    """Where a request's units end, its length and its table row; any numbers past the last request."""
+    """Where a request's tiles end, its length and its table row; any numbers past the last request."""
     real = request < num_requests
     end = tl.load(plan_ptr + 3 + request, mask=real, other=0)
     length = tl.load(seq_lens_ptr + request, mask=real, other=0)
@@ -29,12 +29,20 @@ def _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests):
 
 
 @triton.jit
+def _slot(lowest, part):
+    """Where a part lies, of a request that the program ``lowest`` begins.
+
+    A program has two slots: one for a request that began before it, one for a request that begins in it.
+    """
+    return lowest * 2 + 1 + part * 2 - tl.where(part > 0, 1, 0)
+
+
+@triton.jit
 def _merge_parts(
     partial_ptr,
     stats_ptr,
-    first_slot,
-    slot_step,
-    slot_skip,
+    base,
+    lowest,
     num_parts,
     GROUP: tl.constexpr,
     GROUP_POW2: tl.constexpr,
@@ -44,7 +52,7 @@ def _merge_parts(
 ):
     """The attention of one request and KV head from its parts, in their order: (GROUP_POW2, BLOCK_D) float32.
 
-    Part p is in the slot first_slot + p * slot_step, from the second part on minus slot_skip.
+    The slots of the KV head begin at ``base``.
     """
     g = tl.arange(0, GROUP_POW2)
     d = tl.arange(0, BLOCK_D)
@@ -53,7 +61,7 @@ def _merge_parts(
     out = tl.zeros((GROUP_POW2, BLOCK_D), tl.float32)
     for start in range(0, num_parts, BLOCK_P):
         part = start + tl.arange(0, BLOCK_P)
-        slot = first_slot + part * slot_step - tl.where(part > 0, slot_skip, 0)
+        slot = base + _slot(lowest, part)
         mask = (part < num_parts)[:, None] & (g < GROUP)[None, :]
         place = slot[:, None] * GROUP + g[None, :]
         # Other programs wrote these: past the L1 cache, which may hold what an earlier launch left there.
@@ -110,10 +118,8 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     PAGE: tl.constexpr,
     TILE: tl.constexpr,
-    UNIT: tl.constexpr,
     WINDOW: tl.constexpr,
     OFFSET: tl.constexpr,
-    FIXED: tl.constexpr,
     FUSED: tl.constexpr,
     ROTARY_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -132,18 +138,16 @@ def _decode_kernel(
     total = tl.load(plan_ptr)
     busy = tl.load(plan_ptr + 1)
     request = tl.load(plan_ptr + 3 + num_requests + program)
-    unit = program * total // busy
-    last_unit = tl.where(program < busy, (program + 1) * total // busy, unit)
+    current = program * total // busy
+    last = tl.where(program < busy, (program + 1) * total // busy, current)
     first = tl.load(plan_ptr + 2 + request, mask=request < num_requests, other=0)
     end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
     wait_for_previous(PDL)
-    while unit < last_unit:
-        stop = tl.minimum(last_unit, end)
-        if FIXED:
-            stop = unit + 1
+    while current < last:
+        stop = tl.minimum(last, end)
         start = window_start(length, WINDOW)
-        low = start // TILE * TILE + (unit - first) * (UNIT * TILE)
-        high = tl.minimum(start // TILE * TILE + (stop - first) * (UNIT * TILE), length)
+        low = start // TILE * TILE + (current - first) * TILE
+        high = tl.minimum(start // TILE * TILE + (stop - first) * TILE, length)
 
         # All loads whose addresses are known come first, so that their latencies overlap. Where a tile lies is looked
         # up one tile ahead, so that its loads never wait for an address.
@@ -200,28 +204,16 @@ def _decode_kernel(
             slot = page_slots(table, tile + TILE, high, PAGE, TILE)
 
         weight_sum = tl.sum(weights, axis=1)
-        # Which part of its request this is, and where the parts lie.
-        if FIXED:
-            parts = end - first
-            part = unit - first
-            first_slot = first
-            slot_step = 1
-            slot_skip = 0
-        else:
-            # A program has two slots: one for a request that began before it, one for a request that begins in it.
-            lowest = ((first + 1) * busy - 1) // total
-            parts = (end * busy - 1) // total - lowest + 1
-            part = program - lowest
-            first_slot = lowest * 2 + 1
-            slot_step = 2
-            slot_skip = 1
+        # The programs that share the request.
+        lowest = ((first + 1) * busy - 1) // total
+        parts = (end * busy - 1) // total - lowest + 1
         out = out_ptr + (request.to(tl.int64) * heads + kv_head * GROUP) * HEAD_DIM
         if parts == 1:
             result = (acc / weight_sum[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out + g[:, None] * HEAD_DIM + d[None, :], result, mask=head_mask & in_head[None, :])
         else:
             base = kv_head * num_slots
-            own = (base + first_slot + part * slot_step - tl.where(part > 0, slot_skip, 0)) * GROUP + g
+            own = (base + _slot(lowest, program - lowest)) * GROUP + g
             mine = partial_ptr + own[:, None] * HEAD_DIM + d[None, :]
             tl.store(mine, acc, mask=head_mask & in_head[None, :])
             tl.store(stats_ptr + own * 2, top * scale, mask=g < GROUP)
@@ -234,9 +226,8 @@ def _decode_kernel(
                 merged = _merge_parts(
                     partial_ptr,
                     stats_ptr,
-                    base + first_slot,
-                    slot_step,
-                    slot_skip,
+                    base,
+                    lowest,
                     parts,
                     GROUP,
                     GROUP_POW2,
@@ -252,7 +243,7 @@ def _decode_kernel(
             request += 1
             first = end
             end, length, row = _request(plan_ptr, seq_lens_ptr, rows_ptr, request, num_requests)
-        unit = stop
+        current = stop
 
 
 launch_decode = Launcher(_decode_kernel)

@@ -1,18 +1,16 @@
 """How decode attention cuts a step into equal shares, planned on the device so that a CUDA graph can hold it.
 
-The tokens that a request attends to are cut into tiles, some tiles make a unit, and the units of all requests lie in
-one line. G programs (for each KV head) share the line equally, wherever the borders of requests fall:
+The tokens that a request attends to are cut into tiles, and the tiles of all requests lie in one line. G programs (for
+each KV head) share the line equally, wherever the borders of requests fall:
 
     requests    |  0  |     1     |        2        | 3 |
-    units       | . . | . . . . . | . . . . . . . . | . |
+    tiles       | . . | . . . . . | . . . . . . . . | . |
     programs    |    0    |    1    |    2    |    3    |
 
 Program 1 here has a part of request 1 and a part of request 2. Parts of the same request are merged by the program
 that finishes last. So the work is balanced for any mix of lengths, and one long request fills the device as well as
-many short ones do.
-
-With ``fixed`` every unit is a part of its own: what is added up in which order then depends on the request alone, so
-its result is, bit for bit, the same whatever runs beside it. That costs a little more merging.
+many short ones do. What is added up in which order depends on the lengths of all, though: a result differs in its last
+bits with the neighbours.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -25,17 +23,16 @@ import triton.language as tl
 from .launch import Launcher, power_of_2, wait_for_previous
 
 HEADER = 2
-"""A plan begins with the number of units and of programs that have work, then comes the first unit of each request
+"""A plan begins with the number of tiles and of programs that have work, then comes the first tile of each request
 (B + 1 of them), then the first request of each program (G)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Tokens of a tile, tiles of a unit, the fewest units worth a program, and the sliding window (0: none)."""
+    """Tokens of a tile, the fewest tiles worth a program, and the sliding window (0: none)."""
 
     tile: int
-    unit: int
-    min_units: int
+    min_tiles: int
     window: int
 
 
@@ -54,8 +51,7 @@ def _plan_kernel(
     num_requests,
     num_programs,
     TILE: tl.constexpr,
-    UNIT: tl.constexpr,
-    MIN_UNITS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     WINDOW: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -65,10 +61,9 @@ def _plan_kernel(
     wait_for_previous(PDL)
     length = tl.load(seq_lens_ptr + request, mask=request < num_requests, other=0)
     tiles = tl.cdiv(length, TILE) - window_start(length, WINDOW) // TILE
-    units = tl.cdiv(tiles, UNIT)
-    ends = tl.cumsum(units, 0)
-    total = tl.sum(units, 0)
-    busy = tl.minimum(tl.maximum(total // MIN_UNITS, 1), num_programs)
+    ends = tl.cumsum(tiles, 0)
+    total = tl.sum(tiles, 0)
+    busy = tl.minimum(tl.maximum(total // MIN_TILES, 1), num_programs)
     tl.store(plan_ptr, total)
     tl.store(plan_ptr + 1, busy)
     tl.store(plan_ptr + 2, 0)
@@ -76,8 +71,8 @@ def _plan_kernel(
     first_ptr = plan_ptr + 3 + num_requests
     for start in range(0, num_programs, BLOCK_G):
         program = start + tl.arange(0, BLOCK_G)
-        unit = program * total // busy
-        done = tl.sum((ends[None, :] <= unit[:, None]).to(tl.int32), axis=1)
+        tile = program * total // busy
+        done = tl.sum((ends[None, :] <= tile[:, None]).to(tl.int32), axis=1)
         tl.store(first_ptr + program, done, mask=program < num_programs)
 
 
@@ -107,8 +102,7 @@ def plan_decode(
         size,
         num_programs,
         TILE=cut.tile,
-        UNIT=cut.unit,
-        MIN_UNITS=cut.min_units,
+        MIN_TILES=cut.min_tiles,
         WINDOW=cut.window,
         BLOCK_B=power_of_2(max_requests),
         BLOCK_G=16,
