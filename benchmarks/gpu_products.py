@@ -15,6 +15,7 @@ from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
 from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_config, few_rows_linear
 from minisgl.kernel.triton.grouped_gemm import GroupedConfig, combine, grouped_config, grouped_gemm
+from minisgl.kernel.triton.launch import power_of_2
 from minisgl.kernel.triton.moe_routing import route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernel.triton.one_row import OneRowConfig, one_row_linear, one_row_reference
@@ -119,7 +120,8 @@ def _few_rows(report: Report, label: str, rows: int, weights: list[torch.Tensor]
     counts = (
         [p for p in (1, 2, 4, 8) if inputs % (128 * p) == 0 and 64 <= outputs // 64 * p <= 640] if in_parts else [1]
     )
-    options = [FewRowsConfig(n, k, parts, w, s) for parts in counts for n, k, w, s in FEW_ROWS_TILES]
+    block_r = min(128, max(16, power_of_2(rows)))
+    options = [FewRowsConfig(block_r, n, k, parts, w, s) for parts in counts for n, k, w, s in FEW_ROWS_TILES]
     report.tuned(options, lambda config: measure(calls(config)), nbytes, flops)
 
 

@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--attn", default="auto")
+    parser.add_argument("--deterministic", action="store_true", help="what it costs on a GPU")
     parser.add_argument("--token-budget", type=int, default=None, help="new tokens in a step (default: by device)")
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--min-len", type=int, default=100)
@@ -67,6 +68,7 @@ def main() -> None:
         dtype=args.dtype,
         tp=args.tp,
         attn=args.attn,
+        deterministic=args.deterministic,
         max_running_req=args.num_seqs,
         max_prefill_length=args.token_budget,
     ) as llm:

@@ -103,12 +103,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_reference(variant: str, seed: int = 0) -> Any:
+def make_reference(variant: str, seed: int = 0, **changes: Any) -> Any:
     """transformers' model, fp32, random in all of its weights, norms and biases included."""
     import transformers
 
-    family, changes = VARIANTS[variant]
-    config = getattr(transformers, f"{family}Config")(**{**COMMON, **changes})
+    family, different = VARIANTS[variant]
+    config = getattr(transformers, f"{family}Config")(**COMMON | different | changes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
     with torch.no_grad():

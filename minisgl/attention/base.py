@@ -64,7 +64,8 @@ def in_pinned_memory(array: Int32, device: torch.device) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class BackendConfig:
-    """What a backend is made for. Head counts are those of this rank."""
+    """What a backend is made for. Head counts are those of this rank. ``deterministic``: what it returns for a token
+    must not depend, to the last bit, on what else is in the step, nor on whether it came in a chunk or alone."""
 
     num_heads: int
     num_kv_heads: int
@@ -74,6 +75,7 @@ class BackendConfig:
     token_budget: int
     dtype: torch.dtype
     device: torch.device
+    deterministic: bool = False
 
 
 class AttentionBackend(ABC):

@@ -21,6 +21,9 @@ BACKENDS = {
 }
 """Module, class, and the kinds of device that it runs on."""
 
+DETERMINISTIC = frozenset({"cpu", "triton"})
+"""Those that can be made ``deterministic``."""
+
 
 def make_backend(name: str, config: BackendConfig, ops: Ops) -> AttentionBackend:
     """Raises ValueError for an unknown name, and for a backend that does not run on the device of ``config``."""

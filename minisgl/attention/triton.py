@@ -7,6 +7,9 @@ Lengths are read on the device, so what is launched for one-token steps depends 
 CUDA graph of any other step it depends on the number of tokens alone: one kernel norms, rotates and stores all of them,
 one attends for the leading requests with one new token, and one for the blocks of the others, of which there may be as
 many as so many tokens can need. Requests without a length and blocks of them cost next to nothing.
+
+The kernel for single tokens shares out its work by the lengths of all of them, so what it adds up in which order
+depends on the neighbours. Made ``deterministic``, the backend does without it and takes single tokens as chunks of one.
 """
 
 from __future__ import annotations
@@ -23,16 +26,18 @@ from ..kernel.triton.launch import supports_pdl
 from ..kernel.triton.prefill_attention import plan_prefill, prefill_attention, prefill_config
 from ..kernel.triton.rope import norm_rope_store
 from .base import AttentionBackend, AttentionSpec, BackendConfig, in_pinned_memory
+from .forward_batch import HostPlan
 
 if TYPE_CHECKING:
     from ..kvcache.device_pool import KVPool
     from ..layers.ops import Ops
-    from .forward_batch import ForwardBatch, HostPlan
+    from .forward_batch import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How many of the leading requests have one new token, and the blocks of query rows of the others, if any."""
+    """How many of the leading requests are attended for as single tokens, and the blocks of query rows of the others,
+    if any."""
 
     single: int
     blocks: torch.Tensor | None
@@ -41,7 +46,7 @@ class _Plan:
 @dataclass(frozen=True, slots=True)
 class _MixedPlan:
     """The same at fixed addresses, filled by one copy to ``memory``: ``blocks`` (2, as many as there can be), and
-    ``lengths``, those of requests with one new token and 0 for all others."""
+    ``lengths``, those of requests that are attended for as single tokens and 0 for all others."""
 
     memory: torch.Tensor
     blocks: torch.Tensor
@@ -57,7 +62,7 @@ class TritonAttention(AttentionBackend):
         super().__init__(config, ops)
         self.group = config.num_heads // config.num_kv_heads
         self.pdl = supports_pdl(config.device)
-        self.prefill = prefill_config(config.head_dim, config.dtype.itemsize)
+        self.prefill = prefill_config(config.head_dim, config.dtype.itemsize, singles=config.deterministic)
         self.workspace = DecodeWorkspace(
             config.max_running_req,
             config.num_heads,
@@ -77,21 +82,32 @@ class TritonAttention(AttentionBackend):
         if batch.graph == "mixed":
             self._prepare_mixed(batch)
             return
-        single = batch.size if batch.graph == "single" else batch.host.num_single
+        host = batch.host
+        if batch.graph == "single":
+            if batch.plan is not None:
+                return  # It is the same for every replay.
+            ones = np.ones(batch.size, np.int32)
+            host = HostPlan.of(0 * ones, ones)
+        single = self._num_single(host)
         blocks = None
         if single < batch.size:
-            plan, device = self._blocks(batch.host), self.config.device
-            blocks = in_pinned_memory(plan, device).to(device, non_blocking=True)
+            device = self.config.device
+            blocks = in_pinned_memory(self._blocks(host), device).to(device, non_blocking=True)
         batch.plan = _Plan(single, blocks)
+
+    def _num_single(self, host: HostPlan) -> int:
+        """How many of the leading requests are attended for as single tokens."""
+        return 0 if self.config.deterministic else host.num_single
 
     def _prepare_mixed(self, batch: ForwardBatch) -> None:
         device, host = self.config.device, batch.host
         if batch.plan is None:
             most = batch.num_tokens * self.group // self.prefill.rows + batch.size
-            memory = torch.empty(2 * most + batch.size - 1, dtype=torch.int32, device=device)
+            singles = 0 if self.config.deterministic else batch.size - 1
+            memory = torch.empty(2 * most + singles, dtype=torch.int32, device=device)
             batch.plan = _MixedPlan(memory, memory[: 2 * most].view(2, most), memory[2 * most :])
         plan = batch.plan
-        most, single = plan.blocks.shape[1], host.num_single
+        most, single = plan.blocks.shape[1], self._num_single(host)
         found = self._blocks(host)
         values = np.zeros(len(plan.memory), np.int32)
         blocks = values[: 2 * most].reshape(2, most)
@@ -102,7 +118,7 @@ class TritonAttention(AttentionBackend):
         plan.memory.copy_(in_pinned_memory(values, device), non_blocking=True)
 
     def _blocks(self, host: HostPlan) -> npt.NDArray[np.int32]:
-        single = host.num_single
+        single = self._num_single(host)
         return plan_prefill(host.cached[single:], host.new[single:], self.group, self.prefill.rows)
 
     def begin(self, batch: ForwardBatch) -> None:
@@ -154,7 +170,8 @@ class TritonAttention(AttentionBackend):
 
     def _mixed(self, q: torch.Tensor, spec: AttentionSpec, kv: KVPool, batch: ForwardBatch) -> torch.Tensor:
         out, most = self._output(q, batch), len(batch.plan.lengths)
-        self._decode(q[:most], out[:most], spec, kv, batch)
+        if most:
+            self._decode(q[:most], out[:most], spec, kv, batch)
         self._prefill(q, out, spec, kv, batch)
         return out
 

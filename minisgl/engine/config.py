@@ -20,8 +20,9 @@ class EngineConfig:
     share of the GPU's memory that weights, activations and KV cache may take together, or the share of the host's
     available memory that the KV cache may grow to. ``attention`` is "auto", the name of a backend, or "prefill,decode".
     ``rendezvous`` is a file through which the ranks find each other; it must not exist before, and is needed from two
-    ranks on. ``cuda_graph_max_bs`` 0 runs without CUDA graphs. ``num_threads`` is for CPUs; None means all physical
-    cores that this process may use, shared among the ranks.
+    ranks on. ``cuda_graph_max_bs`` 0 runs without CUDA graphs. ``deterministic``: what a request answers does not
+    depend, to the last bit, on its neighbours, chunks, cache hits or pre-emption; the kernels of a CPU are so anyway.
+    ``num_threads`` is for CPUs; None means all physical cores that this process may use, shared among the ranks.
     """
 
     model_path: Path
@@ -39,6 +40,7 @@ class EngineConfig:
     token_budget: int | None = None
     attention: str = "auto"
     cuda_graph_max_bs: int | None = None
+    deterministic: bool = False
     num_threads: int | None = None
 
     def __post_init__(self) -> None:

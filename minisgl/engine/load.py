@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.base import BackendConfig
-from minisgl.attention.registry import make_backend
+from minisgl.attention.registry import DETERMINISTIC, make_backend
 from minisgl.core import Batch, EngineInfo, Sampling, TableUpdate
 from minisgl.distributed.communicator import Communicator, RankWatch, SingleCommunicator
 from minisgl.kernel.cpu import load as load_cpu_kernels
@@ -62,12 +62,26 @@ def default_attention(device: torch.device) -> str:
     return "torch" if load_cpu_kernels() is None else "cpu"
 
 
-def make_sampler(vocab_size: int, max_rows: int, device: torch.device) -> Sampler:
+def pick_attention(config: EngineConfig, device: torch.device) -> str:
+    """The backend, or two as "prefill,decode". Raises ValueError where it cannot be deterministic, but should."""
+    names = default_attention(device) if config.attention == "auto" else config.attention
+    if config.deterministic:
+        if names not in DETERMINISTIC:
+            which = " or ".join(sorted(DETERMINISTIC))
+            raise ValueError(f"--deterministic needs attention by {which}, for all steps; {names} cannot give it.")
+        if device.type == "cuda" and config.tp_size > 2:
+            # The library picks the order in which it adds up more than two parts by their size.
+            raise ValueError(f"--deterministic works on one GPU or two, not with --tp {config.tp_size}.")
+    return names
+
+
+def make_sampler(vocab_size: int, max_rows: int, device: torch.device, deterministic: bool = False) -> Sampler:
     """The fastest that runs there; a sampler's module is imported when it is made."""
     if device.type == "cuda":
-        from .triton_sampler import TritonSampler
+        from .triton_sampler import DeterministicTritonSampler, TritonSampler
 
-        return TritonSampler(vocab_size, max_rows, device)
+        kind = DeterministicTritonSampler if deterministic else TritonSampler
+        return kind(vocab_size, max_rows, device)
     kernels = load_cpu_kernels()
     if kernels is not None:
         from .cpu_sampler import CpuSampler
@@ -82,9 +96,10 @@ def load(config: EngineConfig, device: torch.device, progress: Progress, watch: 
     """To be called in the thread, and on the stream, that will run the steps."""
     model_config = ModelConfig.from_path(config.model_path)
     dtype = pick_dtype(config, model_config, device)
+    attention = pick_attention(config, device)
     comm = _communicator(config, device, watch)
     try:
-        return _Loader(config, model_config, device, dtype, comm, progress).load()
+        return _Loader(config, model_config, device, dtype, attention, comm, progress).load()
     except BaseException:
         comm.close()
         raise
@@ -108,11 +123,13 @@ class _Loader:
         model_config: ModelConfig,
         device: torch.device,
         dtype: torch.dtype,
+        attention: str,
         comm: Communicator,
         progress: Progress,
     ) -> None:
         self.config, self.model_config = config, model_config
         self.device, self.dtype, self.comm = device, dtype, comm
+        self.attention = attention
         self.progress = progress
         defaults = DEVICE_DEFAULTS[device.type]
         self.max_running_req = config.max_running_req or defaults.max_running_req
@@ -124,7 +141,8 @@ class _Loader:
     def load(self) -> ModelRunner:
         model = self._model()
         backends = self._backends(model)
-        sampler = make_sampler(self.model_config.vocab_size, self.max_running_req, self.device)
+        deterministic = self.config.deterministic
+        sampler = make_sampler(self.model_config.vocab_size, self.max_running_req, self.device, deterministic)
 
         def runner(num_pages: int, max_seq_len: int) -> ModelRunner:
             info = EngineInfo(
@@ -169,6 +187,7 @@ class _Loader:
             comm=self.comm,
             load=self.config.load_format,
             max_positions=self.max_seq_len,
+            deterministic=self.config.deterministic,
             progress=weights,
         )
         seconds = time.perf_counter() - begin
@@ -187,12 +206,12 @@ class _Loader:
             token_budget=self.token_budget,
             dtype=self.dtype,
             device=self.device,
+            deterministic=self.config.deterministic,
         )
-        asked = self.config.attention
-        names = default_attention(self.device) if asked == "auto" else asked
         if self.comm.rank == 0:
-            logger.info("Attention: %s, %s.", names, "the default here" if asked == "auto" else "as asked for")
-        prefill, _, decode = names.partition(",")
+            why = "the default here" if self.config.attention == "auto" else "as asked for"
+            logger.info("Attention: %s, %s.", self.attention, why)
+        prefill, _, decode = self.attention.partition(",")
         first = make_backend(prefill, config, model.context.ops)
         same = decode in ("", prefill)
         return Backends(first, first if same else make_backend(decode, config, model.context.ops))

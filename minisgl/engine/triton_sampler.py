@@ -23,3 +23,12 @@ class TritonSampler(Sampler):
             tensors["min_p"],
             tensors["uniform"],
         )
+
+
+class DeterministicTritonSampler(TritonSampler):
+    """Samples from float32 always. Penalties widen the logits of a whole step, and sums over wide logits run in another
+    order: without this a neighbour with penalties might change the token of a request that has none.
+    """
+
+    def pick(self, logits: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        return super().pick(logits.float(), tensors)

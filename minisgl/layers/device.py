@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from minisgl.kernel.cpu import CpuKernels
 from minisgl.kernel.cpu import load as load_cpu_kernels
@@ -115,6 +116,27 @@ class TritonWeight(PlainWeight):
         )
 
 
+class DeterministicTritonWeight:
+    """On an NVIDIA GPU, where a row must not depend on its neighbours: any number of rows goes through the one kernel,
+    launched with the same parameters.
+    """
+
+    def __init__(self, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        from minisgl.kernel.triton import few_rows, launch
+
+        self.matrix = matrix
+        self.bias = bias
+        self._product = few_rows.few_rows_linear
+        self._config = few_rows.fixed_few_rows_config(matrix.shape[0], matrix.element_size())
+        self._pdl = launch.supports_pdl(matrix.device)
+
+    def matmul(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self.matrix, bias=self.bias, config=self._config, pdl=self._pdl)
+
+    def lookup(self, ids: torch.Tensor) -> torch.Tensor:
+        return F.embedding(ids, self.matrix)
+
+
 def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     if device.type == "cuda":
         return TritonOps(device)
@@ -122,16 +144,19 @@ def make_ops(device: torch.device, dtype: torch.dtype) -> Ops:
     return Ops() if kernels is None else CpuOps(kernels)
 
 
-def make_pack(device: torch.device, dtype: torch.dtype) -> Pack:
+def make_pack(device: torch.device, dtype: torch.dtype, deterministic: bool = False) -> Pack:
+    """What multiplies with a matrix. On a CPU with kernels all of them are ``deterministic``."""
     if device.type == "cuda":
-        return TritonWeight
+        return DeterministicTritonWeight if deterministic else TritonWeight
     kernels = _cpu_kernels(device, dtype)
     return PlainWeight if kernels is None else kernels.pack
 
 
-def default_moe(device: torch.device) -> str:
+def default_moe(device: torch.device, deterministic: bool = False) -> str:
     """The backend of the experts."""
-    return "triton" if device.type == "cuda" else "torch"
+    if device.type == "cuda":
+        return "triton-deterministic" if deterministic else "triton"
+    return "torch"
 
 
 def _cpu_kernels(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:

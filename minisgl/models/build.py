@@ -29,12 +29,14 @@ def build_model(
     load: Literal["auto", "dummy"] = "auto",
     max_positions: int | None = None,
     moe_backend: str | None = None,
+    deterministic: bool = False,
     progress: LoadProgress | None = None,
 ) -> CausalLM:
     """The model of this rank with its weights on ``device``.
 
     ``path`` is what the config was read from; ``load`` "dummy" needs none. ``max_positions`` is the longest sequence
-    that will ever be run, in tokens (by default the model's own context). Raises WeightError for a checkpoint that
+    that will ever be run, in tokens (by default the model's own context). ``deterministic``: what is computed for a
+    token does not depend, to the last bit, on the other tokens of a step. Raises WeightError for a checkpoint that
     does not fit, ValueError for heads that cannot be cut between so many ranks.
     """
     context = BuildContext(
@@ -42,8 +44,8 @@ def build_model(
         device=device,
         comm=comm or SingleCommunicator(),
         ops=make_ops(device, dtype),
-        pack=make_pack(device, dtype),
-        moe_backend=moe_backend or default_moe(device),
+        pack=make_pack(device, dtype, deterministic),
+        moe_backend=moe_backend or default_moe(device, deterministic),
         max_positions=max_positions or config.max_context,
     )
     model = model_class(config.architecture)(config, context).eval()

@@ -10,7 +10,11 @@ import torch
 from ..layers.ops import Ops
 from ..layers.weight import Pack
 
-BACKENDS = {"torch": ("torch_experts", "TorchExperts"), "triton": ("triton_experts", "TritonExperts")}
+BACKENDS = {
+    "torch": ("torch_experts", "TorchExperts"),
+    "triton": ("triton_experts", "TritonExperts"),
+    "triton-deterministic": ("triton_experts", "DeterministicTritonExperts"),
+}
 
 
 class Experts(ABC):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from ..kernel.triton.grouped_gemm import combine, grouped_gemm
+from ..kernel.triton.grouped_gemm import combine, fixed_grouped_config, grouped_gemm
 from ..kernel.triton.launch import supports_pdl
 from ..kernel.triton.moe_routing import assign, route
 from ..layers.ops import Ops
@@ -14,6 +16,9 @@ from .base import Experts
 
 class TritonExperts(Experts):
     """Four kernels in all: routing, gate and up, down, and the weighted sum."""
+
+    fixed: ClassVar[bool] = False
+    """Whether they are launched with the same parameters for any number of tokens."""
 
     def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, ops: Ops, pack: Pack) -> None:
         self.gate_up = gate_up.detach()
@@ -27,11 +32,24 @@ class TritonExperts(Experts):
 
     def forward_routed(self, x: torch.Tensor, logits: torch.Tensor, top_k: int, normalise: bool) -> torch.Tensor:
         """:meth:`forward` from the router's ``logits`` (T, E), with softmax and top-k in the first kernel."""
-        weights, members = route(logits, top_k, normalise, self.counts, x.dtype, pdl=self.pdl)
+        weights, members = route(logits, top_k, normalise, self.counts, x.dtype, fixed=self.fixed, pdl=self.pdl)
         return self._products(x, weights, members)
 
     def _products(self, x: torch.Tensor, weights: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-        pairs = weights.numel()
-        hidden = grouped_gemm(x, self.gate_up, members, self.counts, pairs, gated=True, pdl=self.pdl)
-        each = grouped_gemm(hidden, self.down, members, self.counts, pairs, gated=False, pdl=self.pdl)
+        hidden = self._product(x, self.gate_up, members, weights.numel(), gated=True)
+        each = self._product(hidden, self.down, members, weights.numel(), gated=False)
         return combine(each, weights, self.counts, pdl=self.pdl)
+
+    def _product(
+        self, x: torch.Tensor, weight: torch.Tensor, members: torch.Tensor, pairs: int, *, gated: bool
+    ) -> torch.Tensor:
+        config = fixed_grouped_config(gated, x.dtype.itemsize) if self.fixed else None
+        return grouped_gemm(x, weight, members, self.counts, pairs, gated=gated, config=config, pdl=self.pdl)
+
+
+class DeterministicTritonExperts(TritonExperts):
+    """A token's result is, bit for bit, the same in whatever company: each row is added up in one order, wherever it
+    lies in its expert's group, and the choices of a token are added up in theirs.
+    """
+
+    fixed = True

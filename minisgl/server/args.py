@@ -40,6 +40,7 @@ class ServerArgs:
     cache: CacheName = "radix"
     attn: str = "auto"
     cuda_graph_max_bs: int | None = None
+    deterministic: bool = False
     num_tokenizer: int = 0
     num_api_server: int = 1
     model_source: ModelSource = "huggingface"
@@ -178,6 +179,11 @@ def _build_parser() -> _Parser:
     choice("--cache", get_args(CacheName), "radix: prefixes are shared; naive: nothing is kept")
     add("--attn", _attention, "NAME", f"attention: auto, {', '.join(BACKENDS)}, or PREFILL,DECODE")
     add("--cuda-graph-max-bs", _integer(0), "N", "largest batch in a CUDA graph; 0: no graphs (default: 256)")
+    group.add_argument(
+        "--deterministic",
+        action="store_true",
+        help="on a GPU: the same request gets the same tokens in whatever company, slower; on a CPU that is so anyway",
+    )
     group.add_argument("--disable-overlap", action="store_true", help="plan each step only when the last one is done")
     add("--seed", _integer(0, 2**63 - 1), "N", "makes sampling repeatable for requests without a seed of their own")
 

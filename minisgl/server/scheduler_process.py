@@ -57,6 +57,7 @@ def engine_config(config: RankConfig) -> EngineConfig:
         token_budget=args.max_prefill_length,
         attention=args.attn,
         cuda_graph_max_bs=args.cuda_graph_max_bs,
+        deterministic=args.deterministic,
     )
 
 

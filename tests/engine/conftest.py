@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from engine_driver import tiny_engine, write_tiny
 
 from minisgl.engine.engine import TorchEngine
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before the first import of a kernel
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from determinism import Answer, TracingDriver, alone, assert_same, cached, crowd, make_prompts, pre_empted
 from engine_driver import Driver, Request
 from serving import requests, serve, serve_and_count, staggered
+from tiny_models import COMMON, make_reference
 
 from minisgl.attention.cpu import CpuAttention
 from minisgl.attention.forward_batch import ForwardBatch
+from minisgl.attention.registry import BACKENDS
 from minisgl.core import SamplingParams
 from minisgl.engine import cuda_graph, cuda_runner, graph_inputs, mixed_graph, staging
 from minisgl.engine.config import EngineConfig
@@ -26,6 +29,7 @@ from minisgl.engine.graph_inputs import GraphInputs
 from minisgl.engine.load import load
 from minisgl.engine.mixed_graph import buckets
 from minisgl.engine.staging import Staging
+from minisgl.models import build
 
 CPU = torch.device("cpu")
 
@@ -80,8 +84,9 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 class EmulatedEngine:
     """As TorchEngine on a GPU."""
 
-    def __init__(self, model: Path, max_bs: int) -> None:
-        config = EngineConfig(model_path=model, device="cpu", num_pages=120, page_size=4, max_running_req=6)
+    def __init__(self, model: Path, max_bs: int, **changes: Any) -> None:
+        defaults = {"device": "cpu", "num_pages": 120, "page_size": 4, "max_running_req": 6}
+        config = EngineConfig(model_path=model, **defaults | changes)
         self.told: list[str] = []
         self._runner = CudaRunner(
             CPU, lambda: load(config, CPU, lambda *_: None, None), max_bs, lambda what, fraction: self.told.append(what)
@@ -203,6 +208,44 @@ def test_a_request_that_resumes_on_many_pages_at_once(engine: TorchEngine, no_cu
     assert emulated.launch(single).wait().ids.tolist() == expected[:1]
     assert emulated.replays() == before + 1
     emulated.close()
+
+
+@pytest.fixture
+def triton_on_cpu(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What computes on a GPU, in Triton's interpreter."""
+    monkeypatch.setitem(BACKENDS, "triton", ("triton", "TritonAttention", ("cpu",)))
+    for name in ("make_pack", "default_moe"):
+        choose = getattr(build, name)
+        monkeypatch.setattr(build, name, lambda _, *rest, choose=choose: choose(torch.device("cuda"), *rest))
+
+
+@pytest.fixture(scope="module")
+def experts_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("experts")
+    make_reference("qwen3-moe", num_hidden_layers=2).save_pretrained(path)
+    return path
+
+
+def test_deterministic(experts_model: Path, triton_on_cpu: None) -> None:
+    """Every way of serving a request gives the same bits."""
+    prompts = make_prompts((11, 1, 6), COMMON["vocab_size"])
+    expected: list[Answer] = []
+    for graphs, page_size in ((0, 16), (2, 4)):
+        engine = EmulatedEngine(
+            experts_model, graphs, attention="triton", deterministic=True, page_size=page_size, token_budget=12
+        )
+        driver = TracingDriver(engine, tokens=3)
+        if graphs:
+            assert_same(alone(driver, prompts, chunk=4), expected)
+            assert_same(crowd(driver, prompts[:2], budget=12), expected[:2])
+            assert_same(cached(driver, prompts[:1], beginning=8), expected[:1])
+            assert_same(pre_empted(driver, prompts[:1]), expected[:1])
+            assert engine.replays()
+            assert engine.mixed_replays()
+        else:
+            expected = alone(driver, prompts)
+            assert_same(crowd(driver, prompts, budget=7), expected)
+        engine.close()
 
 
 def test_the_ladder() -> None:

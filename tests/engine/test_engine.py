@@ -16,7 +16,7 @@ from engine_driver import Driver, Request, tiny_engine, write_tiny
 from minisgl.core import PENDING, SamplingParams
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import TorchEngine
-from minisgl.engine.load import pick_dtype
+from minisgl.engine.load import pick_attention, pick_dtype
 from minisgl.engine.memory import OutOfMemoryError
 from minisgl.engine.step_plan import NOT_FINITE
 from minisgl.models.config import ModelConfig
@@ -280,3 +280,23 @@ def test_results_are_the_callers_own(engine: TorchEngine) -> None:
         kept.append(results[-1].ids.tolist())
     assert [r.ids.tolist() for r in results] == kept
     assert all(r.ids.dtype == np.int32 for r in results)
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "words"),
+    [
+        ({"attention": "fi"}, "cuda", "--deterministic needs attention by cpu or triton, for all steps; fi cannot"),
+        ({"attention": "triton,fi"}, "cuda", "triton,fi cannot"),
+        ({"attention": "torch"}, "cpu", "torch cannot"),
+        ({"tp_size": 3, "rendezvous": Path("x")}, "cuda", "one GPU or two, not with --tp 3"),
+    ],
+)
+def test_deterministic_is_refused_where_it_would_not_be(changes: dict[str, Any], device: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        pick_attention(EngineConfig(model_path=Path("m"), deterministic=True, **changes), torch.device(device))
+
+
+def test_deterministic_changes_nothing_on_a_cpu(engine: TorchEngine, tiny_model: Path) -> None:
+    other = tiny_engine(tiny_model, deterministic=True)
+    assert alone(other, PROMPT, SAMPLED, 12) == alone(engine, PROMPT, SAMPLED, 12)
+    other.close()

@@ -20,8 +20,8 @@ from minisgl.attention.base import AttentionSpec
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
-from minisgl.kernel.triton.few_rows import few_rows_config, few_rows_linear
-from minisgl.kernel.triton.grouped_gemm import combine, grouped_gemm
+from minisgl.kernel.triton.few_rows import few_rows_config, few_rows_linear, fixed_few_rows_config
+from minisgl.kernel.triton.grouped_gemm import combine, fixed_grouped_config, grouped_gemm
 from minisgl.kernel.triton.launch import Launcher
 from minisgl.kernel.triton.moe_routing import assign, route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
@@ -81,15 +81,34 @@ def decode(model: Model, dtype: torch.dtype, page: int = 16, window: int | None 
     decode_attention(q, pool, pool, ints(257, 128), ints(8), ints(8), spec, workspace, out, pdl=True)
 
 
-def prefill(model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None) -> None:
+def prefill(model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None, singles: bool = False) -> None:
     spec = model.spec(dtype, window)
     pool = torch.empty(64, page, model.kv_heads, model.head_dim, dtype=dtype)
     qkv = torch.empty(100, (model.heads + 2 * model.kv_heads) * model.head_dim, dtype=dtype)
     q = norm_rope_store(qkv, spec, pool, pool, ints(100), torch.empty(100, dtype=torch.int64), pdl=True)
-    config = prefill_config(model.head_dim, dtype.itemsize)
+    config = prefill_config(model.head_dim, dtype.itemsize, singles=singles)
     out = torch.empty(100, model.heads * model.head_dim, dtype=dtype)
     table, blocks = ints(257, 128), ints(2, 16)
     prefill_attention(q, pool, pool, table, ints(3), ints(3), ints(4), blocks, spec, out, config, pdl=True)
+
+
+def deterministic(model: Model, dtype: torch.dtype) -> None:
+    """Products, and experts of Qwen3-30B-A3B."""
+    q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    for outputs, inputs in (
+        (q_dim + 2 * kv_dim, model.hidden),
+        (model.hidden, q_dim),
+        (2 * model.inner, model.hidden),
+        (model.hidden, model.inner),
+        (model.vocab, model.hidden),
+    ):
+        x, weight = torch.empty(100, inputs, dtype=dtype), torch.empty(outputs, inputs, dtype=dtype)
+        few_rows_linear(x, weight, config=fixed_few_rows_config(outputs, dtype.itemsize), pdl=True)
+    counts, members = ints(128), ints(128, 100)
+    for inputs, rows, gated in ((2048, 2 * 768, True), (768, 2048, False)):
+        x, weight = torch.empty(800, inputs, dtype=dtype), torch.empty(128, rows, inputs, dtype=dtype)
+        config = fixed_grouped_config(gated, dtype.itemsize)
+        grouped_gemm(x, weight, members, counts, 800, gated=gated, config=config, pdl=True)
 
 
 def linear(model: Model, dtype: torch.dtype, num_rows: int) -> None:
@@ -149,6 +168,9 @@ CASES = {
     "linear-16-qwen3-14b": partial(linear, QWEN3_14B, BF16, 16),
     "linear-64-qwen3-14b": partial(linear, QWEN3_14B, BF16, 64),
     "linear-1-smollm2-fp32": partial(linear, SMOLLM2, FP32, 1),
+    "deterministic-qwen3-0.6b": partial(deterministic, QWEN3_0_6B, BF16),
+    "deterministic-qwen3-14b": partial(deterministic, QWEN3_14B, BF16),
+    "deterministic-smollm2-fp32": partial(deterministic, SMOLLM2, FP32),
     "experts-1": partial(experts, BF16, 1),
     "experts-64": partial(experts, BF16, 64),
     "experts-256": partial(experts, BF16, 256),
@@ -168,6 +190,8 @@ for name, model in (("qwen3-14b", QWEN3_14B), ("llama3-8b", LLAMA3_8B), ("phi", 
 for page in (1, 64, 128):
     CASES[f"decode-page-{page}"] = partial(decode, QWEN3_14B, BF16, page)
     CASES[f"prefill-page-{page}"] = partial(prefill, QWEN3_14B, BF16, page)
+CASES["prefill-singles"] = partial(prefill, QWEN3_14B, BF16, singles=True)
+CASES["prefill-singles-window"] = partial(prefill, LLAMA3_8B, BF16, window=4096, singles=True)
 CASES["decode-plain"] = partial(decode, QWEN3_14B, BF16, fused=False)
 for name, function in (("decode", decode), ("prefill", prefill)):
     CASES[f"{name}-window"] = partial(function, LLAMA3_8B, BF16, window=4096)

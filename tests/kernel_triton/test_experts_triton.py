@@ -13,7 +13,7 @@ from minisgl.layers.ops import Ops
 from minisgl.layers.weight import PlainWeight
 from minisgl.moe.base import route
 from minisgl.moe.torch_experts import TorchExperts
-from minisgl.moe.triton_experts import TritonExperts
+from minisgl.moe.triton_experts import DeterministicTritonExperts, TritonExperts
 
 
 def shapes(on_gpu):
@@ -58,6 +58,24 @@ def test_experts(rng, device, on_gpu, tokens):
         for _ in range(2):  # the first call leaves its counters ready for the second
             assert_close(experts.forward(x, weights.to(dtype), chosen), expected, factor=1.5)
             assert_close(experts.forward_routed(x, logits, top_k, True), expected, factor=1.5)
+
+
+def test_a_token_is_the_same_in_whatever_company(rng, device, on_gpu):
+    """Bit for bit, although its place among the tokens of an expert is another every time."""
+    num_experts, hidden, inner = shapes(on_gpu)
+    top_k = 8 if on_gpu else 2
+    for dtype in dtypes(on_gpu):
+        x = randn(rng, 2000 if on_gpu else 150, hidden, dtype=dtype, device=device)
+        gate_up = randn(rng, num_experts, 2 * inner, hidden, dtype=dtype, device=device) / hidden**0.5
+        down = randn(rng, num_experts, hidden, inner, dtype=dtype, device=device) / inner**0.5
+        logits = randn(rng, x.shape[0], num_experts, dtype=torch.float32, device=device)
+        experts = DeterministicTritonExperts(gate_up, down, Ops(), PlainWeight)
+        whole = experts.forward_routed(x, logits, top_k, True)
+        weights, chosen = route(logits, top_k, True)
+        expected = TorchExperts(gate_up.float(), down.float(), Ops(), PlainWeight).forward(x.float(), weights, chosen)
+        assert_close(whole, expected, factor=1.5)
+        for some in (slice(0, 1), slice(7, 8), slice(3, 20), torch.randperm(len(x))[:100].to(device)):
+            assert torch.equal(experts.forward_routed(x[some], logits[some], top_k, True), whole[some])
 
 
 @pytest.mark.parametrize("block_m", [16, 64, 128])

@@ -23,7 +23,7 @@ def test_defaults() -> None:
 def test_all_flags() -> None:
     words = """--model m --dtype bfloat16 --device cpu --host ::1 --port 0 --tp 2 --num-pages 10 --page-size 1
         --memory-ratio 0.5 --max-running-req 3 --max-seq-len-override 4 --max-prefill-length 5 --max-queue 9
-        --cache naive
+        --cache naive --deterministic
         --attn torch,triton --cuda-graph-max-bs 16 --num-tokenizer 6 --num-api-server 7 --model-source modelscope
         --load-format dummy --served-model-name s --disable-overlap --seed 8 --silent-output
         --log-level debug --shell"""
@@ -45,6 +45,7 @@ def test_all_flags() -> None:
         cache="naive",
         attn="torch,triton",
         cuda_graph_max_bs=16,
+        deterministic=True,
         num_tokenizer=6,
         num_api_server=7,
         model_source="modelscope",

@@ -1,5 +1,8 @@
 """Matrix products of a few dozen rows: bound by reading the weight, and by the starts and ends of kernels.
 
+With the same launch parameters for any number of rows (:func:`fixed_few_rows_config`) each row's result is, bit for
+bit, the same in whatever company: an output is added up in one order, wherever it lies in a tile.
+
     out = x @ W.T + bias,   or silu(gate) * up of its halves,   or parts of it that somebody else adds up
 
 The weight is the left side of the product on the tensor cores, so that its rows fill the tiles and the rows of x need
@@ -28,8 +31,10 @@ from .launch import Launcher, power_of_2, prefetch, wait_for_previous
 
 @dataclass(frozen=True, slots=True)
 class FewRowsConfig:
-    """Launch parameters: rows of W of a program, elements of K loaded at a time, parts of K, warps, pipeline stages."""
+    """Launch parameters: rows of x and of W of a program, elements of K loaded at a time, parts of K, warps, pipeline
+    stages."""
 
+    block_r: int
     block_n: int
     block_k: int
     parts: int
@@ -51,9 +56,18 @@ def few_rows_config(rows: int, outputs: int, inputs: int, *, gated: bool, in_par
         parts *= 2
     if outputs // (32 if gated else 64) * parts < 48:
         return None  # too few programs to draw on the memory
+    block_r = max(16, power_of_2(rows))
     if rows <= 32 and not in_parts:
-        return FewRowsConfig(64, 128, 1, num_warps=4, num_stages=4)
-    return FewRowsConfig(64, 64, parts, num_warps=4, num_stages=6)
+        return FewRowsConfig(block_r, 64, 128, 1, num_warps=4, num_stages=4)
+    return FewRowsConfig(block_r, 64, 64, parts, num_warps=4, num_stages=6)
+
+
+def fixed_few_rows_config(outputs: int, itemsize: int) -> FewRowsConfig:
+    """For any number of rows, of inputs of ``itemsize`` bytes."""
+    if itemsize == 4:
+        return FewRowsConfig(64, 64, 32, 1, num_warps=8, num_stages=3)
+    # Wide tiles read x less often, where there are enough of them to draw on the memory all the same.
+    return FewRowsConfig(64, 128 if outputs >= 16384 else 64, 64, 1, num_warps=4, num_stages=4)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -77,20 +91,21 @@ def _few_rows_kernel(
 ):
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     share: tl.constexpr = K // PARTS
-    part = tl.program_id(1)
+    # Programs with the same rows of W come one after the other, so that all but the first find them in the L2 cache.
+    part = tl.program_id(2)
     # With GATED the first half of the tile is gate, the second up of the same outputs.
     outputs: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     i = tl.arange(0, BLOCK_N)
-    n = tl.program_id(0) * outputs + i % outputs
+    n = tl.program_id(1) * outputs + i % outputs
     row = n + i // outputs * N
     rows = w_ptr + row.to(tl.int64) * K + part * share
     in_w = n < N
     whole: tl.constexpr = N % outputs == 0 and share % BLOCK_K == 0
-    if PDL and whole:
+    if PDL and whole and tl.program_id(0) == 0:
         prefetch(rows, share * (dtype.primitive_bitwidth // 8))
     wait_for_previous(PDL)
 
-    r = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     x_rows = x_ptr + r * X_STRIDE + part * share
     in_x = r < num_rows
@@ -110,7 +125,7 @@ def _few_rows_kernel(
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, outputs, BLOCK_R)), (1, 2, 0)))
         acc = silu_mul(gate, up, dtype)
-        n = tl.program_id(0) * outputs + tl.arange(0, outputs)
+        n = tl.program_id(1) * outputs + tl.arange(0, outputs)
         in_w = n < N
     out_ptr += part.to(tl.int64) * num_rows * N
     place = r[:, None] * N + n[None, :]
@@ -143,10 +158,11 @@ def few_rows_linear(
         raise ValueError(f"A product of {inputs} inputs in {parts} parts must be a plain one, of equal parts.")
     shape, dtype = ((parts, rows, outputs), torch.float32) if parts > 1 else ((rows, outputs), x.dtype)
     out = torch.empty(shape, dtype=dtype, device=x.device)
-    block_r = min(128, max(16, power_of_2(rows)))
+    if rows == 0:
+        return out
     each = config.block_n // (2 if gated else 1)
     _launch_few_rows(
-        (triton.cdiv(outputs, each), parts, triton.cdiv(rows, block_r)),
+        (triton.cdiv(rows, config.block_r), triton.cdiv(outputs, each), parts),
         x,
         weight,
         bias,
@@ -159,7 +175,7 @@ def few_rows_linear(
         GATED=gated,
         HAS_BIAS=bias is not None,
         PARTS=parts,
-        BLOCK_R=block_r,
+        BLOCK_R=config.block_r,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         STAGES=config.num_stages,

@@ -38,7 +38,7 @@ def grouped_config(
     """By the pairs that an expert gets on average: under some 100 the weights are the cost, beyond the tensor cores."""
     each = pairs / num_experts
     if itemsize == 4:
-        return GroupedConfig(32, 32, 32, num_warps=4, num_stages=2)
+        return fixed_grouped_config(gated, itemsize)
     if pairs < num_experts:
         return GroupedConfig(16, 16 if gated else 32, 128, num_warps=4, num_stages=4)
     if each <= 24:
@@ -46,6 +46,13 @@ def grouped_config(
     if each <= 100:
         return GroupedConfig(64, 64 if gated else 128, 64, num_warps=4, num_stages=3)
     return GroupedConfig(128, 64 if gated else 128, 64, num_warps=8, num_stages=3)
+
+
+def fixed_grouped_config(gated: bool, itemsize: int) -> GroupedConfig:
+    """One for any number of pairs: the same launch parameters add up a row in the same order."""
+    if itemsize == 4:
+        return GroupedConfig(32, 32, 32, num_warps=4, num_stages=2)
+    return GroupedConfig(64, 64 if gated else 128, 64, num_warps=4, num_stages=3)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_blocks"])

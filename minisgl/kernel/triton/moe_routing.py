@@ -85,19 +85,20 @@ def route(
     counts: torch.Tensor,
     dtype: torch.dtype,
     *,
+    fixed: bool = False,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax, top-k and assignment in one: returns weights (T, top_k) of ``dtype`` and members (E, T) int32.
 
     ``logits`` (T, E). Weights are probabilities over all experts; with ``normalise`` the chosen ones sum to 1.
-    ``counts`` (E) int32 must be zero, and counts the members of each expert afterwards. Reference:
-    :func:`minisgl.moe.base.route`.
+    ``counts`` (E) int32 must be zero, and counts the members of each expert afterwards. ``fixed``: sums over experts
+    run in the same order for any number of tokens. Reference: :func:`minisgl.moe.base.route`.
     """
     tokens, num_experts = logits.shape
     weights = torch.empty((tokens, top_k), dtype=dtype, device=logits.device)
     members = torch.empty((num_experts, tokens), dtype=torch.int32, device=logits.device)
     if tokens:
-        block_t = 1 if tokens <= 128 else 4
+        block_t = 1 if fixed or tokens <= 128 else 4
         _launch_route(
             (triton.cdiv(tokens, block_t),),
             logits,

@@ -6,6 +6,10 @@ heads that share K and V share their loads, and a block of rows spans few positi
 
     keys       0 ........... window ......... first row ... last row
                  not visited | masked | all visible | masked |
+
+Tiles of keys begin at multiples of their size, so a row meets its keys in the same tiles in whatever block it lies, and
+tiles that only others of the block see change nothing: its result is, bit for bit, the same for a token alone, in a
+chunk of any size and at any place in it.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -37,12 +41,16 @@ class PrefillConfig:
     max_registers: int | None = None
 
 
-def prefill_config(head_dim: int, itemsize: int) -> PrefillConfig:
+def prefill_config(head_dim: int, itemsize: int, *, singles: bool = False) -> PrefillConfig:
+    """With ``singles`` there are tokens that are alone as well. Their blocks are all but empty, so they had better be
+    small, and several of them run at once on a multiprocessor."""
     wide = power_of_2(head_dim) > 128
     if itemsize == 4:
         return PrefillConfig(rows=16, tile=16 if wide else 32, num_warps=4, num_stages=2)
     if wide:
         return PrefillConfig(rows=64, tile=32, num_warps=4, num_stages=3)
+    if singles:
+        return PrefillConfig(rows=64, tile=64, num_warps=4, num_stages=2)
     return PrefillConfig(rows=128, tile=64, num_warps=8, num_stages=3)
 
 
@@ -85,7 +93,7 @@ def _attend_tiles(
     MASKED: tl.constexpr,
 ):
     """Goes on with the softmax over the keys from low up to high. Both are multiples of TILE, but high only if not
-    MASKED."""
+    MASKED. Where all keys are visible, MASKED or not are the same, bit for bit."""
     d = tl.arange(0, BLOCK_D)
     slot = page_slots(table, low, limit, PAGE, TILE)
     for tile in range(low, high, TILE):
@@ -104,14 +112,16 @@ def _attend_tiles(
                 visible &= key[None, :] > position[:, None] - WINDOW
             score = tl.where(visible, score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))
-        # The scale comes in here, where it costs nothing: a multiplication and a subtraction are one instruction.
-        origin = new_top * scale
+        origin = new_top
         if MASKED:
             # A row that has seen no key yet must not compute inf - inf.
             origin = tl.where(new_top == float("-inf"), 0.0, origin)
-        keep = tl.exp2(top * scale - origin)
-        weight = tl.exp2(score * scale - origin[:, None])
-        weight_sum = weight_sum * keep + tl.sum(weight, axis=1)
+        # Exactly 1 where the maximum stays as it is, so that a tile without visible keys leaves its row alone.
+        keep = tl.exp2((top - origin) * scale)
+        # The scale comes in here, where it costs nothing. What is one instruction is not left to the compiler, which
+        # might choose otherwise in the other loop.
+        weight = tl.exp2(tl.fma(score, scale, (-origin * scale)[:, None]))
+        weight_sum = tl.fma(weight_sum, keep, tl.sum(weight, axis=1))
         acc = acc * keep[:, None]
         if MASKED:
             v = tl.load(v_pool_ptr + place, mask=(key < limit)[:, None] & (d < HEAD_DIM)[None, :], other=0.0)
@@ -162,9 +172,9 @@ def _prefill_kernel(
     request = tl.load(blocks_ptr + block)
     first_row = tl.load(blocks_ptr + num_blocks + block)
     begin = tl.load(cu_new_ptr + request)
-    new = tl.load(cu_new_ptr + request + 1) - begin
-    begin -= tl.load(cu_new_ptr)
     length = tl.load(seq_lens_ptr + request)
+    new = tl.minimum(tl.load(cu_new_ptr + request + 1) - begin, length)
+    begin -= tl.load(cu_new_ptr)
     table = table_ptr + tl.load(rows_ptr + request).to(tl.int64) * table_stride
     wait_for_previous(PDL)
 
@@ -234,7 +244,8 @@ def prefill_attention(
 
     ``q`` (T, Hq, D) has contiguous heads; request i begins at its token ``cu_new[i] - cu_new[0]``. K and V of all
     tokens are in the pools (pages, page_size, Hkv, D) already. ``rows``, ``seq_lens`` (B) and ``cu_new`` (B + 1) are
-    int32; ``blocks`` is :func:`plan_prefill` of them on the device. Writes ``out`` (T, Hq * D), contiguous.
+    int32; ``blocks`` is :func:`plan_prefill` of them on the device. Writes ``out`` (T, Hq * D), contiguous, but for
+    tokens of requests of length 0.
     """
     _launch_prefill(
         (spec.num_kv_heads, blocks.shape[1]),
