@@ -17,7 +17,8 @@ SHARED_MEMORY_LIMIT = 232448
 def compile_cases(*names: str) -> list[dict]:
     """A process of its own: in this one kernels may be interpreted."""
     script = HERE / "compile_for_hopper.py"
-    environment = os.environ | {"PYTHONPATH": str(HERE.parents[1])}
+    path = [str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path)}
     done = subprocess.run([sys.executable, script, *names], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -33,7 +33,8 @@ class ServerProcess:
     """A launcher and its workers. Leaving the ``with`` block kills the launcher; that nothing is left is checked."""
 
     def __init__(self, *flags: str, tmp: Path, command: Sequence[str] = (str(SIMULATED),), **environ: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp), **environ}
+        path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(tmp), **environ}
         self._popen = subprocess.Popen(
             [sys.executable, *command, *flags],
             env=environment,
