@@ -6,32 +6,28 @@ import logging
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
+import torch.distributed._symmetric_memory as symmetric_memory
 
 from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce, memory_bytes
 from minisgl.kernel.triton.launch import supports_pdl
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 3 << 20  # bytes for two ranks, and fewer for more, to whom all is sent; beyond it NCCL is faster
+_LARGEST = 3 << 20  # bytes between two ranks, fewer between more, since each sends to all; beyond it NCCL is faster
 
 
 class OneShot:
-    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of each rank.
+    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of each rank of ``group``."""
 
-    torch knows groups with shared memory by ``name`` for the life of a process: it must never have been used before.
-    """
-
-    def __init__(self, rank: int, world_size: int, device: torch.device, store: dist.Store, name: str) -> None:
-        self._rank = rank
-        self._inbox = _LARGEST // (world_size - 1) // 16 * 16
-        size = memory_bytes(world_size, self._inbox)
-        _SymmetricMemory.set_group_info(name, rank, world_size, dist.PrefixStore("one-shot", store))
-        self._memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, device)
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._rank = group.rank()
+        self._inbox = _LARGEST // (group.size() - 1) // 16 * 16
+        size = memory_bytes(group.size(), self._inbox)
+        self._memory = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         self._memory.zero_()
         torch.cuda.synchronize(device)
         # It holds the memories of the others.
-        self._handle = _SymmetricMemory.rendezvous(self._memory, name)
+        self._handle = symmetric_memory.rendezvous(self._memory, group)
         self._handle.barrier()  # all memories are zero before anybody writes
         torch.cuda.synchronize(device)
         self._peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
@@ -51,17 +47,35 @@ class OneShot:
         self._abort.numpy()[0] = 1  # torch would not let another thread write to what inference mode has made
 
 
-def make_one_shot(rank: int, world_size: int, device: torch.device, store: dist.Store, name: str) -> OneShot | None:
-    """None, on all ranks, where one of them cannot reach another's memory; the log says so once."""
-    one_shot, reason = None, ""
+def make_one_shot(group: dist.ProcessGroup, device: torch.device) -> OneShot | None:
+    """None, on all ranks, where one of them cannot share its memory; the log says so once."""
+    # torch numbers the meetings over memory within a process, and ranks with other numbers wait for each other for
+    # ever. So only the first group of a process can share memory, and all ranks must agree on it before they meet.
+    reason = ""
+    if symmetric_memory.is_symm_mem_enabled_for_group(group.group_name):
+        reason = "this process has shared memory in an earlier group"
+    if not _all(not reason, device):
+        _say(group, reason)
+        return None
+    one_shot = None
     try:
-        one_shot = OneShot(rank, world_size, device, store, name)
+        one_shot = OneShot(group, device)
     except Exception as error:
-        reason = f" (rank {rank}: {error})"
-    there = torch.tensor([one_shot is not None], dtype=torch.int32, device=device)
-    dist.all_reduce(there, op=dist.ReduceOp.MIN)
-    if there.item():
+        reason = str(error)
+    if _all(one_shot is not None, device):
         return one_shot
-    if rank == 0 or reason:
-        logger.warning("The GPUs cannot write to each other's memory, so small sums go through NCCL%s.", reason)
+    _say(group, reason)
     return None
+
+
+def _all(yes: bool, device: torch.device) -> bool:
+    """Whether it is so on all ranks."""
+    votes = torch.tensor([yes], dtype=torch.int32, device=device)
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes.item())
+
+
+def _say(group: dist.ProcessGroup, reason: str) -> None:
+    if reason or group.rank() == 0:
+        reason = reason or "the reason is another rank's"
+        logger.warning("The GPUs share no memory, so small sums go through the library (%s).", reason)

@@ -106,7 +106,8 @@ class TorchCommunicator(Communicator):
             # Loads Triton.
             from .one_shot import make_one_shot
 
-            self._one_shot = make_one_shot(rank, world_size, device, store, str(rendezvous))
+            assert dist.group.WORLD is not None
+            self._one_shot = make_one_shot(dist.group.WORLD, device)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu" and self.world_size > 2:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import run_ranks
 
-from minisgl.distributed.communicator import SingleCommunicator
+from minisgl.distributed.communicator import Communicator, SingleCommunicator
 from minisgl.distributed.torch_communicator import make_communicator
 
 
@@ -34,6 +35,30 @@ def test_a_failed_meeting_does_not_spoil_the_next_one(tmp_path: Path) -> None:
     other.join(30)
     comm.close()
     assert other.exitcode == 0
+
+
+def no_shared_memory(comm: Communicator) -> tuple[bool, list[str]]:
+    """What becomes of the memory that GPUs share, on CPUs, which have none: both ways to do without it."""
+    import torch.distributed as dist
+
+    from minisgl.distributed import one_shot
+
+    said: list[str] = []
+    one_shot.logger.warning = lambda text, reason: said.append(reason)  # type: ignore[method-assign]
+    refused = one_shot.make_one_shot(dist.group.WORLD, comm.device) is None
+    # As on a rank that has done it before: the others must not go ahead and wait for it.
+    if comm.rank == 1:
+        one_shot.symmetric_memory.is_symm_mem_enabled_for_group = lambda name: True
+    return refused and one_shot.make_one_shot(dist.group.WORLD, comm.device) is None, said
+
+
+def test_ranks_that_share_no_memory_agree_on_it(tmp_path: Path) -> None:
+    (first, first_said), (second, second_said) = run_ranks(2, tmp_path, no_shared_memory)
+    assert first
+    assert second
+    assert len(first_said) == len(second_said) == 2
+    assert first_said[1] == "the reason is another rank's"
+    assert "earlier group" in second_said[1]
 
 
 def second_rank(rendezvous: Path) -> None:
