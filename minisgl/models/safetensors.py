@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,11 +21,20 @@ DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
 class _OpenFiles:
-    """The files in use, two at most: what was read of a mapped file counts as resident memory until it is closed."""
+    """The files in use: what was read of a mapped file counts as resident memory until it is closed.
+
+    So a file is closed when the last of its tensors has been read. Some are read by nobody; then the next file but one
+    closes it.
+    """
 
     def __init__(self) -> None:
         self._files: OrderedDict[Path, Any] = OrderedDict()
+        self._unread: Counter[Path] = Counter()
         self._lock = Lock()
+
+    def expect(self, path: Path) -> None:
+        """One tensor more of the file."""
+        self._unread[path] += 1
 
     def get(self, path: Path) -> Any:
         with self._lock:
@@ -34,6 +43,13 @@ class _OpenFiles:
                 if len(self._files) > 2:
                     self._files.popitem(last=False)
             return self._files[path]
+
+    def done(self, path: Path) -> None:
+        """One tensor less of it to read."""
+        with self._lock:
+            self._unread[path] -= 1
+            if not self._unread[path]:
+                self._files.pop(path, None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +64,7 @@ class SafeTensor:
 
     def read_into(self, dest: torch.Tensor, index: tuple[slice, ...]) -> None:
         dest.copy_(self.files.get(self.path).get_slice(self.name)[index])
+        self.files.done(self.path)
 
 
 def safetensors_in(directory: Path) -> list[SafeTensor]:
@@ -67,6 +84,7 @@ def safetensors_in(directory: Path) -> list[SafeTensor]:
                 raise WeightError(
                     f"{path}: {name} is {dtype}; supported are safetensors in {', '.join(DTYPE_BYTES)}, and GGUF files."
                 )
+            files.expect(path)
             tensors.append(SafeTensor(name, shape, prod(shape) * DTYPE_BYTES[dtype], path, files))
     return tensors
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,22 @@ def test_shards(variant: str, tmp_path: Path) -> None:
     stored = sum(tensor.nbytes for tensor in safetensors_in(tmp_path))
     assert seen[-1] == (stored, stored)
     assert seen == sorted(seen)
+
+
+def mapped(directory: Path) -> set[str]:
+    """The files of the directory that this process has mapped."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if str(directory) in line}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_shard_is_closed_when_all_of_it_has_been_read(tmp_path: Path) -> None:
+    """What was read of it would be resident memory until then."""
+    make_reference("llama-tied").save_pretrained(tmp_path, max_shard_size="60KB")
+    tensors = safetensors_in(tmp_path)
+    for index, tensor in enumerate(tensors):
+        tensor.read_into(torch.empty(tensor.shape), tuple(slice(None) for _ in tensor.shape))
+        rest = {str(later.path) for later in tensors[index + 1 :]}
+        assert mapped(tmp_path) <= {str(tensor.path)} & rest
 
 
 def test_dtype_is_the_models(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
