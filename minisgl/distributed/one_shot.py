@@ -37,7 +37,7 @@ class OneShot:
         self._pdl = supports_pdl(device)
 
     def serves(self, x: torch.Tensor) -> bool:
-        return x.nbytes <= self._inbox and x.nbytes % 4 == 0
+        return 0 < x.nbytes <= self._inbox and x.nbytes % 4 == 0
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return all_reduce(x, self._peers, self._turns, self._abort, self._rank, self._inbox, pdl=self._pdl)

@@ -107,7 +107,12 @@ class TorchCommunicator(Communicator):
             from .one_shot import make_one_shot
 
             assert dist.group.WORLD is not None
-            self._one_shot = make_one_shot(dist.group.WORLD, device)
+            try:
+                self._one_shot = make_one_shot(dist.group.WORLD, device)
+            except BaseException:
+                # Nobody else could, and a process with a group cannot make another one.
+                self.close()
+                raise
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.device.type == "cpu" and self.world_size > 2:

@@ -10,7 +10,8 @@ of 8 bytes (the low-latency protocol of NCCL). So nothing is sent after the data
 Every rank adds in rank order, in float32, so all get the same bits, and an element does not depend on its neighbours.
 
 There are two sets of inboxes, for even and for odd turns. A rank that writes in turn t + 1 has seen words of turn t
-from all others; so they had ended turn t - 1, the last one to read what is now overwritten.
+from all others; so they had ended turn t - 1, the last one to read what is now overwritten. An empty turn would not
+show that.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -132,7 +133,7 @@ def all_reduce(
     *,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Overwrites ``x`` (contiguous, at most ``inbox`` bytes, a multiple of 4) with the sum over all ranks, returns it.
+    """Overwrites ``x`` (contiguous, 4 to ``inbox`` bytes, a multiple of 4) with the sum over all ranks, returns it.
 
     ``peers`` (W) int64: the addresses of all ranks' memories (:func:`memory_bytes`), as this one sees them; ``inbox``
     is a multiple of 16. ``turns`` (PROGRAMS) int32 begin as zero. All ranks make the same calls in the same order, each
