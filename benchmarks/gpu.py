@@ -16,6 +16,7 @@ import contextlib
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -241,16 +242,19 @@ def run_section(name: str, section: Section, limits: Limits, out: Path, gpu: int
     log = out / f"{name}.log"
     begin = time.perf_counter()
     with log.open("w") as file:
+        process = subprocess.Popen(
+            section.command,
+            cwd=HERE.parent,
+            env=environment(gpu),
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
-            code: int | str = subprocess.run(
-                section.command,
-                cwd=HERE.parent,
-                env=environment(gpu),
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                timeout=section.seconds,
-            ).returncode
+            code: int | str = process.wait(section.seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # with whatever it has started
+            process.wait()
             code = f"stopped after {section.seconds:.0f} s"
     try:
         lines = section.report(log.read_text(), limits)

@@ -40,10 +40,7 @@ def make_communicator(
         return SingleCommunicator()
     if rendezvous is None:
         raise ValueError("Several ranks need a rendezvous file.")
-    comm = TorchCommunicator(rank, world_size, device, rendezvous, watch, timeout)
-    if watch is not None:
-        watch.on_loss(comm.abort)
-    return comm
+    return TorchCommunicator(rank, world_size, device, rendezvous, watch, timeout)
 
 
 def _meet(rank: int, world_size: int, rendezvous: Path, watch: RankWatch | None, timeout: float) -> dist.FileStore:
@@ -81,6 +78,7 @@ class TorchCommunicator(Communicator):
         self.world_size = world_size
         self.device = device
         self._one_shot: OneShot | None = None
+        self._aborted = False
         if device.type == "cuda":
             # NVLink multicast (NVLS) is not available to every container that sees the GPUs.
             os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
@@ -102,6 +100,8 @@ class TorchCommunicator(Communicator):
             # keeps its number, unlike one that was destroyed, and the next one here would wait for ever.
             dist.distributed_c10d._world.group_count = 0
             raise
+        if watch is not None:
+            watch.on_loss(self.abort)
         if device.type == "cuda":
             # Loads Triton.
             from .one_shot import make_one_shot
@@ -109,6 +109,8 @@ class TorchCommunicator(Communicator):
             assert dist.group.WORLD is not None
             try:
                 self._one_shot = make_one_shot(dist.group.WORLD, device)
+                if self._aborted:
+                    raise RuntimeError("Another rank has gone while the ranks met.")
             except BaseException:
                 # Nobody else could, and a process with a group cannot make another one.
                 self.close()
@@ -138,6 +140,7 @@ class TorchCommunicator(Communicator):
         return x
 
     def abort(self) -> None:
+        self._aborted = True
         if self._one_shot is not None:
             self._one_shot.abort()
         # gloo notices by itself that a rank is gone.
@@ -147,6 +150,8 @@ class TorchCommunicator(Communicator):
     def close(self) -> None:
         # Leaving an NCCL group properly waits for all others to leave it too.
         self.abort()
-        self._one_shot = None
+        if self._one_shot is not None:
+            torch.cuda.synchronize(self.device)  # until no kernel reads what goes now
+            self._one_shot = None
         if dist.is_initialized():
             dist.destroy_process_group()

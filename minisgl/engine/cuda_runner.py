@@ -59,7 +59,11 @@ class CudaRunner:
             if cuda_graph_max_bs is None:
                 cuda_graph_max_bs = DEVICE_DEFAULTS["cuda"].cuda_graph_max_bs
             max_bs = min(cuda_graph_max_bs, self.info.max_running_req)
-            self._graphs = StepGraphs(self._runner, max_bs, progress) if max_bs else None
+            try:
+                self._graphs = StepGraphs(self._runner, max_bs, progress) if max_bs else None
+            except BaseException:
+                self._runner.comm.close()
+                raise
         table = self._runner.state.page_table
         self._max_pages = table.shape[1]
         self._staging = Staging(device)

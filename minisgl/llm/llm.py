@@ -241,6 +241,8 @@ class LLM:
 
     def _abort(self, uids: Iterable[int]) -> None:
         """Ends what is left of ``uids``, so that the next call finds a clean house. Most often that is nothing."""
+        if self._closed:
+            return  # a generator may outlive it
         for uid in uids:
             self._io.submit(AbortBackendMsg(uid=uid))
         while self._step():
@@ -262,9 +264,11 @@ class LLM:
             self._ranks.check()
         try:
             yield
-        except RuntimeError:
+        except Exception as error:
             if self._ranks:
-                self._ranks.check(_DEATH_SECONDS)
+                # Out of memory is this rank's own fault, after which the others fail too.
+                broken = isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError"
+                self._ranks.check(_DEATH_SECONDS if broken else 0.0)
             raise
 
 

@@ -57,7 +57,6 @@ def test_ranks_that_share_no_memory_agree_on_it(tmp_path: Path) -> None:
     assert first
     assert second
     assert len(first_said) == len(second_said) == 2
-    assert first_said[1] == "the reason is another rank's"
     assert "earlier group" in second_said[1]
 
 

@@ -105,7 +105,7 @@ def _few_rows_kernel(
         prefetch(rows, share * (dtype.primitive_bitwidth // 8))
     wait_for_previous(PDL)
 
-    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    r = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_N, BLOCK_R), tl.float32)
     x_rows = x_ptr + r * X_STRIDE + part * share
     in_x = r < num_rows
@@ -147,7 +147,7 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` for ``x`` (R, K): (R, N), or with several parts (P, R, N) float32, to be added up.
 
-    ``weight`` is (N, K), contiguous. ``gated``: it is (2 * N, K), the gate half first, and the result is
+    Each row of ``x`` is contiguous. ``weight`` is (N, K), contiguous. ``gated``: it is (2 * N, K), the gate half first, and the result is
     ``silu(gate) * up``, rounded where the separate operations would. Several parts have neither bias nor gate, and K is
     a multiple of their number.
     """
