@@ -25,14 +25,18 @@ DETERMINISTIC = frozenset({"cpu", "triton"})
 """Those that can be made ``deterministic``."""
 
 
-def make_backend(name: str, config: BackendConfig, ops: Ops) -> AttentionBackend:
-    """Raises ValueError for an unknown name, and for a backend that does not run on the device of ``config``."""
+def check_backend(name: str, device: str) -> None:
+    """Raises ValueError for an unknown name, and for a backend that does not run on that kind of device."""
     if name not in BACKENDS:
         raise ValueError(f"Unknown attention backend {name!r}; there are: {', '.join(BACKENDS)}.")
-    module, attribute, devices = BACKENDS[name]
-    device = config.device.type
-    if device not in devices:
+    if device not in BACKENDS[name][2]:
         others = ", ".join(other for other, (_, _, runs_on) in BACKENDS.items() if device in runs_on)
         raise ValueError(f"Attention backend {name!r} does not run on device {device}; choose among: {others}.")
+
+
+def make_backend(name: str, config: BackendConfig, ops: Ops) -> AttentionBackend:
+    """Raises ValueError as :func:`check_backend` does."""
+    check_backend(name, config.device.type)
+    module, attribute, _ = BACKENDS[name]
     backend: type[AttentionBackend] = getattr(import_module(f"{__package__}.{module}"), attribute)
     return backend(config, ops)

@@ -85,6 +85,10 @@ class TorchCommunicator(Communicator):
         else:
             # All ranks are on this host: stay on the loopback, whatever the host's name resolves to.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+        if dist.is_initialized():
+            raise RuntimeError(
+                "This process belongs to a group of ranks already; only one LLM with tp above 1 can be open at a time."
+            )
         store = _meet(rank, world_size, rendezvous, watch, timeout)
         try:
             dist.init_process_group(

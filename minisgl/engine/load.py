@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from minisgl.attention.base import BackendConfig
-from minisgl.attention.registry import DETERMINISTIC, make_backend
+from minisgl.attention.registry import DETERMINISTIC, check_backend, make_backend
 from minisgl.core import Batch, EngineInfo, Sampling, TableUpdate
 from minisgl.distributed.communicator import Communicator, RankWatch, SingleCommunicator
 from minisgl.kernel.cpu import load as load_cpu_kernels
@@ -65,8 +65,11 @@ def default_attention(device: torch.device) -> str:
 def pick_attention(config: EngineConfig, device: torch.device) -> str:
     """The backend, or two as "prefill,decode". Raises ValueError where it cannot be deterministic, but should."""
     names = default_attention(device) if config.attention == "auto" else config.attention
+    backends = set(names.split(","))
+    for name in backends:
+        check_backend(name, device.type)
     if config.deterministic:
-        if names not in DETERMINISTIC:
+        if len(backends) > 1 or not backends <= DETERMINISTIC:
             which = " or ".join(sorted(DETERMINISTIC))
             raise ValueError(f"--deterministic needs attention by {which}, for all steps; {names} cannot give it.")
         if device.type == "cuda" and config.tp_size > 2:

@@ -35,7 +35,7 @@ from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, 
 from minisgl.utils.progress import Progress, silent
 
 from .local_io import LocalIO
-from .ranks import FollowerRanks
+from .ranks import FollowerRanks, interrupts_held_back
 
 _DEATH_SECONDS = 2.0  # within which the death of a process shows, after the end of its connections
 
@@ -114,6 +114,10 @@ class LLM:
             self._closing = stack.pop_all()
         self._closed = False
         self._uids = itertools.count()
+        self._open: set[int] = set()
+        """Requests that have not ended."""
+        self._arrived: dict[int, list[UserReply]] = {}
+        """Replies that nobody has taken yet, by request: several generators may be under way."""
 
     @overload
     def generate(
@@ -218,21 +222,27 @@ class LLM:
         return list(completions.values())
 
     def _submit(self, prompt: Prompt, params: SamplingParams) -> int:
-        if self._closed:
-            raise RuntimeError("This LLM has been closed; make a new one.")
+        self._check_open()
         params = _checked(params)
         uid = next(self._uids)
         message = tokenize_request(self._tokenizer, TokenizeMsg(uid=uid, prompt=prompt, params=params))
         if isinstance(message, UserReply):
             raise RequestError(message.error.message if message.error else "The prompt cannot be served.")
         self._io.submit(message)
+        self._open.add(uid)
         return uid
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("This LLM has been closed; make a new one.")
 
     def _replies(self, uids: set[int]) -> Generator[UserReply]:
         """Runs the scheduler until all of ``uids`` have ended."""
         while uids:
-            self._step()
-            for reply in self._io.take_replies():
+            mine = [reply for uid in uids & self._arrived.keys() for reply in self._arrived.pop(uid)]
+            if not mine:
+                self._step()
+            for reply in mine:
                 if reply.error is not None:
                     raise RequestError(reply.error.message)
                 if reply.finish is not None:
@@ -244,17 +254,26 @@ class LLM:
         if self._closed:
             return  # a generator may outlive it
         for uid in uids:
-            self._io.submit(AbortBackendMsg(uid=uid))
-        while self._step():
+            self._arrived.pop(uid, None)
+            if uid in self._open:
+                self._open.discard(uid)
+                self._io.submit(AbortBackendMsg(uid=uid))
+        # Where others are under way, it goes along with their next step.
+        while not self._open and self._step():
             pass
-        self._io.take_replies()
 
     def _step(self) -> bool:
         """One turn of the scheduler. From the loss of a rank on, what comes back is garbage and nobody must see it."""
-        with self._naming_the_dead():
+        self._check_open()
+        with self._naming_the_dead(), contextlib.nullcontext() if self._ranks is None else interrupts_held_back():
             more = self._scheduler.step()
         if self._ranks:
             self._ranks.check()
+        for reply in self._io.take_replies():
+            if reply.uid in self._open:
+                self._arrived.setdefault(reply.uid, []).append(reply)
+                if reply.finish is not None or reply.error is not None:
+                    self._open.discard(reply.uid)
         return more
 
     @contextlib.contextmanager

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import zmq
@@ -19,6 +22,22 @@ from minisgl.server.args import ServerArgs
 from minisgl.server.process import Failed, Ready, exit_words, run_worker
 from minisgl.server.rundir import RunDir
 from minisgl.server.scheduler_process import RankConfig, run_rank
+
+
+@contextlib.contextmanager
+def interrupts_held_back() -> Generator[None]:
+    """Ctrl-C in here is heard at the end, for ranks of which one has left a step halfway can never agree again."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # which no signal reaches
+        return
+    heard: list[tuple[int, FrameType | None]] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if heard and callable(handler):
+        handler(*heard[-1])
 
 
 class FollowerRanks:

@@ -94,10 +94,10 @@ def _shards(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            paths = [directory / name for name in names]
+        except (ValueError, LookupError, TypeError, AttributeError, OSError) as error:
             raise WeightError(f"{index} is damaged ({error}); download it again.") from None
-        paths = [directory / name for name in names]
-        missing = [path.name for path in paths if not path.exists()]
+        missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise WeightError(f"The checkpoint in {directory} lacks {', '.join(missing)}; download it again.")
         return paths

@@ -182,7 +182,7 @@ def _build_parser() -> _Parser:
     group.add_argument(
         "--deterministic",
         action="store_true",
-        help="on a GPU: the same request gets the same tokens in whatever company, slower; on a CPU that is so anyway",
+        help="on a GPU: the same request gets the same tokens in whatever company, slower; on a CPU it is so anyway",
     )
     group.add_argument("--disable-overlap", action="store_true", help="plan each step only when the last one is done")
     add("--seed", _integer(0, 2**63 - 1), "N", "makes sampling repeatable for requests without a seed of their own")

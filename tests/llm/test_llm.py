@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +20,7 @@ from tiny_models import make_reference
 from minisgl import LLM, SamplingParams
 from minisgl.core import ParameterError
 from minisgl.llm.llm import RequestError
-from minisgl.llm.ranks import FollowerRanks
+from minisgl.llm.ranks import FollowerRanks, interrupts_held_back
 from minisgl.server.args import ServerArgs
 from minisgl.server.process import Reporter
 from minisgl.server.scheduler_process import RankConfig
@@ -143,6 +145,31 @@ def test_stream_chat_can_be_left_early(llm: LLM) -> None:
     assert whole == llm.chat([{"role": "user", "content": "hi"}], GREEDY).text
 
 
+def test_several_generators_at_once(llm: LLM) -> None:
+    """Each gets its own replies, and closing one ends nobody else's."""
+    questions = [[{"role": "user", "content": text}] for text in ("hi", "yo", "hey")]
+    expected = [llm.chat(question, GREEDY).text for question in questions]
+    first, second, third = (llm.stream_chat(question, GREEDY) for question in questions)
+    texts = [next(first).text, next(second).text]
+    next(third)
+    third.close()
+    assert llm.generate("same", GREEDY).completion_tokens == 12
+    for replies in itertools.zip_longest(first, second):
+        texts = [text + (reply.text if reply else "") for text, reply in zip(texts, replies, strict=True)]
+    assert texts == expected[:2]
+    assert llm._scheduler.idle
+    assert not llm._arrived
+
+
+def test_a_generator_that_outlives_its_llm_says_so(model: Path) -> None:
+    llm = LLM(str(model), num_pages=64)
+    stream = llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY)
+    next(stream)
+    llm.close()
+    with pytest.raises(RuntimeError, match="has been closed"):
+        list(stream)
+
+
 def test_closing_frees_and_a_second_one_can_be_made(model: Path) -> None:
     process = psutil.Process()
     ids = []
@@ -165,8 +192,14 @@ def test_two_ranks_give_the_output_of_one(model: Path, llm: LLM) -> None:
     expected = [r.token_ids for r in llm.generate(prompts, GREEDY, progress=False)]
     with LLM(str(model), tp=2, page_size=4, num_pages=64) as two:
         assert [r.token_ids for r in two.generate(prompts, GREEDY, progress=False)] == expected
+        with pytest.raises(RuntimeError, match="only one LLM with tp above 1"):
+            LLM(str(model), tp=2, page_size=4, num_pages=64)
+        stream = two.stream_chat([{"role": "user", "content": "hi"}], GREEDY)
+        next(stream)
         children = psutil.Process().children()
         assert children
+    with pytest.raises(RuntimeError, match="has been closed"):
+        list(stream)
     deadline = time.monotonic() + 5
     while (
         any(c.is_running() and "spawn_main" in " ".join(c.cmdline()) for c in children) and time.monotonic() < deadline
@@ -210,6 +243,22 @@ def test_the_death_of_a_rank_during_the_start_is_an_error(model: Path, seconds: 
         LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8)
     killer.join()
     assert time.monotonic() - begin < 20
+
+
+def test_ctrl_c_is_heard_at_the_end_of_a_step() -> None:
+    """A rank that leaves a step halfway has sent messages to the others and does not launch what they launch."""
+    done = []
+
+    def step() -> None:
+        with interrupts_held_back():
+            signal.raise_signal(signal.SIGINT)
+            time.sleep(0.01)
+            done.append(True)
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def talkative_rank(config: RankConfig, reporter: Reporter) -> None:

@@ -156,6 +156,14 @@ def test_missing_and_damaged_files(tiny: Callable[[str], Tiny], tmp_path: Path) 
         build(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [{"a": 3}, {"a": None}, {"a": ""}, [], "x"])
+def test_an_index_of_nonsense(tiny: Callable[[str], Tiny], tmp_path: Path, weight_map: Any) -> None:
+    rewrite(tiny("llama"), tmp_path, lambda tensors: None)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightError, match="download it again"):
+        build(tmp_path)
+
+
 def test_a_rank_reads_only_its_shard(tiny: Callable[[str], Tiny]) -> None:
     """Column slices and row slices, straight from the file."""
     for tensor in safetensors_in(tiny("llama").path):

@@ -147,9 +147,9 @@ def few_rows_linear(
 ) -> torch.Tensor:
     """``x @ weight.T + bias`` for ``x`` (R, K): (R, N), or with several parts (P, R, N) float32, to be added up.
 
-    Each row of ``x`` is contiguous. ``weight`` is (N, K), contiguous. ``gated``: it is (2 * N, K), the gate half first, and the result is
-    ``silu(gate) * up``, rounded where the separate operations would. Several parts have neither bias nor gate, and K is
-    a multiple of their number.
+    Each row of ``x`` is contiguous, and so is ``weight`` (N, K). ``gated``: it is (2 * N, K), the gate half first, and
+    the result is ``silu(gate) * up``, rounded where the separate operations would. Several parts have neither bias nor
+    gate, and K is a multiple of their number.
     """
     rows, inputs = x.shape
     outputs = weight.shape[0] // (2 if gated else 1)
