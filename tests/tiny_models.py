@@ -26,6 +26,20 @@ COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 
+BARE_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 8192,
+    "vocab_size": 512,
+    "eos_token_id": 2,
+}
+"""A config.json for dummy weights, with room for long answers."""
+
 # Name -> (transformers' classes, what differs from COMMON).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),

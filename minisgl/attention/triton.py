@@ -126,7 +126,7 @@ class TritonAttention(AttentionBackend):
         lengths = plan.lengths if isinstance(plan, _MixedPlan) else batch.seq_lens[: plan.single]
         if len(lengths):
             for window in self.workspace.plans:
-                self.workspace.plan(window, lengths, pdl=False)
+                self.workspace.plan(window, lengths)
 
     def forward(
         self,

@@ -73,7 +73,7 @@ def rows(model: Model, dtype: torch.dtype) -> None:
 def decode(model: Model, dtype: torch.dtype, page: int = 16, window: int | None = None, fused: bool = True) -> None:
     spec = model.spec(dtype, window)
     workspace = DecodeWorkspace(256, model.heads, model.kv_heads, model.head_dim, dtype, CPU)
-    workspace.plan(window, ints(8), pdl=True)
+    workspace.plan(window, ints(8))
     pool = torch.empty(64, page, model.kv_heads, model.head_dim, dtype=dtype)
     qkv = torch.empty(8, (model.heads + 2 * model.kv_heads) * model.head_dim, dtype=dtype)
     out = torch.empty(8, model.heads * model.head_dim, dtype=dtype)

@@ -8,6 +8,7 @@ import time
 import psutil
 import pytest
 import torch
+from tiny_models import BARE_CONFIG
 
 from minisgl import LLM, SamplingParams
 
@@ -21,24 +22,10 @@ PROMPTS = [[7, 8, 9], [20] * 30, list(range(5, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "vocab_size": 512,
-    "eos_token_id": 2,
-}
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("tiny")
-    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "config.json").write_text(json.dumps(BARE_CONFIG))
     return str(path)
 
 

@@ -11,25 +11,13 @@ import httpx
 import pytest
 import torch
 from server_process import ServerProcess, until
+from tiny_models import BARE_CONFIG
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.process,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
 ]
-
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-    "vocab_size": 512,
-    "eos_token_id": 2,
-}
 
 
 def stream(url: str, started: list[float]) -> list[str]:
@@ -44,7 +32,7 @@ def stream(url: str, started: list[float]) -> list[str]:
 
 @pytest.mark.parametrize("name", ["scheduler 0", "scheduler 1"])
 def test_the_death_of_a_rank_is_an_error_for_all(tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(BARE_CONFIG))
     flags = ["--model", str(tmp_path), "--load-format", "dummy", "--port", "0", "--tp", "2", "--cuda-graph-max-bs", "4"]
     with (
         ServerProcess(*flags, command=("-m", "minisgl"), tmp=tmp_path).wait_ready() as server,

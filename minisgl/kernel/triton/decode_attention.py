@@ -74,13 +74,13 @@ class DecodeWorkspace:
         """The plan of each sliding window that there is."""
         self._device = device
 
-    def plan(self, window: int | None, seq_lens: torch.Tensor, *, pdl: bool = False) -> None:
+    def plan(self, window: int | None, seq_lens: torch.Tensor) -> None:
         """Plans a step for the layers of that sliding window. Makes its buffer when the window is new."""
         if window not in self.plans:
             size = plan_size(self.max_requests, self.num_programs)
             self.plans[window] = torch.empty(size, dtype=torch.int32, device=self._device)
         cut = Cut(self.config.tile, self.config.min_tiles, window or 0)
-        plan_decode(self.plans[window], seq_lens, self.max_requests, self.num_programs, cut, pdl=pdl)
+        plan_decode(self.plans[window], seq_lens, self.max_requests, self.num_programs, cut)
 
 
 @dataclass(frozen=True, slots=True)
