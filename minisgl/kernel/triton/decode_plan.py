@@ -90,8 +90,6 @@ def plan_decode(
     max_requests: int,
     num_programs: int,
     cut: Cut,
-    *,
-    pdl: bool = False,
 ) -> None:
     """Fills ``plan`` (:func:`plan_size`, int32) for B requests, at most ``max_requests``, of ``seq_lens`` (B) int32."""
     size = seq_lens.shape[0]
@@ -107,5 +105,4 @@ def plan_decode(
         BLOCK_B=power_of_2(max_requests),
         BLOCK_G=16,
         num_warps=4,
-        pdl=pdl,
     )
