@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric_memory
 
 from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce, memory_bytes
 from minisgl.kernel.triton.launch import supports_pdl
+
+from .peer_memory import PeerMemory
 
 logger = logging.getLogger(__name__)
 
 _LARGEST = 3 << 20  # bytes between two ranks, fewer between more, since each sends to all; beyond it NCCL is faster
 
+T = TypeVar("T")
+
 
 class OneShot:
-    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of each rank of ``group``.
+    """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of this rank.
 
-    ``memory`` is :func:`shareable_memory`; all ranks must make theirs.
+    ``memory`` holds the inboxes, for tensors of ``inbox`` bytes, and goes with it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, memory: torch.Tensor) -> None:
-        device = memory.device
-        self._rank = group.rank()
-        self._inbox = _inbox(group)
+    def __init__(self, rank: int, memory: PeerMemory, inbox: int, device: torch.device) -> None:
+        self._rank = rank
+        self._inbox = inbox
         self._memory = memory
-        # It holds the memories of the others.
-        self._handle = symmetric_memory.rendezvous(memory, group)
-        self._peers = torch.tensor(self._handle.buffer_ptrs, dtype=torch.int64, device=device)
+        self._peers = torch.tensor(memory.addresses, dtype=torch.int64, device=device)
         self._turns = torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
         # The host must reach it while a kernel waits and everything behind that kernel waits too.
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
@@ -45,50 +47,37 @@ class OneShot:
         """Ends all waiting, from any thread; what it waited for is garbage."""
         self._abort.numpy()[0] = 1  # torch would not let another thread write to what inference mode has made
 
-
-def _inbox(group: dist.ProcessGroup) -> int:
-    """Bytes of the largest tensor."""
-    return _LARGEST // (group.size() - 1) // 16 * 16
-
-
-def shareable_memory(group: dist.ProcessGroup, device: torch.device) -> torch.Tensor:
-    """What a rank brings along, all zero. Raises RuntimeError where it cannot be shared."""
-    # torch numbers the meetings over memory within a process, and ranks with other numbers wait for each other for
-    # ever. So only the first group of a process can share memory.
-    if symmetric_memory.is_symm_mem_enabled_for_group(group.group_name):
-        raise RuntimeError("this process has shared memory in an earlier group")
-    memory = symmetric_memory.empty(memory_bytes(group.size(), _inbox(group)), dtype=torch.uint8, device=device)
-    memory.zero_()
-    torch.cuda.synchronize(device)
-    return memory
+    def close(self) -> None:
+        """No kernel may be running any more."""
+        self._memory.close()
 
 
 def make_one_shot(group: dist.ProcessGroup, device: torch.device) -> OneShot | None:
     """None, on all ranks, where one of them cannot share its memory; the log says so once.
 
-    Each step is taken by all or by none, and nobody writes before all have taken the last one.
+    Nobody writes before all have opened the memory of all.
     """
-    memory, one_shot, reason = None, None, ""
-    try:
-        memory = shareable_memory(group, device)
-    except Exception as error:
-        reason = str(error)
-    if _all(memory is not None, device):
-        assert memory is not None
-        try:
-            one_shot = OneShot(group, memory)
-        except Exception as error:
-            reason = str(error)
-        if _all(one_shot is not None, device):
-            return one_shot
-    if reason or group.rank() == 0:
-        reason = reason or "the reason is another rank's"
-        logger.warning("The GPUs share no memory, so small sums go through the library (%s).", reason)
+    rank, world_size = group.rank(), group.size()
+    inbox = _LARGEST // (world_size - 1) // 16 * 16
+    memory = PeerMemory(device, memory_bytes(world_size, inbox))
+    offers = _on_all_ranks(memory.offer, group)
+    if offers is not None and _on_all_ranks(lambda: memory.take(offers, rank), group) is not None:
+        return OneShot(rank, memory, inbox, device)
+    memory.close()
     return None
 
 
-def _all(yes: bool, device: torch.device) -> bool:
-    """Whether it is so on all ranks."""
-    votes = torch.tensor([yes], dtype=torch.int32, device=device)
-    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
-    return bool(votes.item())
+def _on_all_ranks(step: Callable[[], T], group: dist.ProcessGroup) -> list[T] | None:
+    """What ``step`` gives on each of them; None, on all, where it raises on one."""
+    try:
+        mine: tuple[T | None, str | None] = step(), None
+    except Exception as error:
+        mine = None, str(error)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group)
+    failures = [f"rank {rank}: {reason}" for rank, (_, reason) in enumerate(everyone) if reason is not None]
+    if not failures:
+        return [value for value, _ in everyone]
+    if group.rank() == 0:
+        logger.warning("The GPUs share no memory, so small sums go through the library (%s).", "; ".join(failures))
+    return None

@@ -156,6 +156,7 @@ class TorchCommunicator(Communicator):
         self.abort()
         if self._one_shot is not None:
             torch.cuda.synchronize(self.device)  # until no kernel reads what goes now
+            self._one_shot.close()
             self._one_shot = None
         if dist.is_initialized():
             dist.destroy_process_group()

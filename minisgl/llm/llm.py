@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, overload
@@ -95,14 +95,20 @@ class LLM:
         with contextlib.ExitStack() as stack:
             ranks = None
             if args.tp > 1:
-                ranks = FollowerRanks(args, path, seed)
-                stack.callback(ranks.close)
+                with interrupts_held_back():
+                    ranks = FollowerRanks(args, path, seed)
+                    stack.callback(ranks.close)
+            self._ranks = ranks
             addresses = ranks.addresses if ranks else Addresses(directory="")
             rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
-            self._ranks = ranks
-            with self._naming_the_dead():
-                engine = TorchEngine(engine_config(rank_config), progress, watch=ranks)
-            stack.callback(engine.close)
+            with self._naming_the_dead(), self._in_one_piece() as hear_interrupt:
+
+                def at_a_good_moment(what: str, fraction: float | None) -> None:
+                    hear_interrupt()
+                    progress(what, fraction)
+
+                engine = TorchEngine(engine_config(rank_config), at_a_good_moment, watch=ranks)
+                stack.callback(engine.close)
             if ranks:
                 ranks.wait_ready()
             self._tokenizer = load_tokenizer(path)
@@ -265,7 +271,7 @@ class LLM:
     def _step(self) -> bool:
         """One turn of the scheduler. From the loss of a rank on, what comes back is garbage and nobody must see it."""
         self._check_open()
-        with self._naming_the_dead(), contextlib.nullcontext() if self._ranks is None else interrupts_held_back():
+        with self._naming_the_dead(), self._in_one_piece():
             more = self._scheduler.step()
         if self._ranks:
             self._ranks.check()
@@ -275,6 +281,10 @@ class LLM:
                 if reply.finish is not None or reply.error is not None:
                     self._open.discard(reply.uid)
         return more
+
+    def _in_one_piece(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Around what all ranks do together. Calling what it gives hears Ctrl-C before the end."""
+        return interrupts_held_back() if self._ranks else contextlib.nullcontext(lambda: None)
 
     @contextlib.contextmanager
     def _naming_the_dead(self) -> Generator[None]:

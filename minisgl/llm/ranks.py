@@ -25,15 +25,24 @@ from minisgl.server.scheduler_process import RankConfig, run_rank
 
 
 @contextlib.contextmanager
-def interrupts_held_back() -> Generator[None]:
-    """Ctrl-C in here is heard at the end, for ranks of which one has left a step halfway can never agree again."""
+def interrupts_held_back() -> Generator[Callable[[], None]]:
+    """Ctrl-C in here is heard at the end, for ranks of which one has left a step halfway can never agree again.
+
+    Calling what the block gets hears it earlier, from any thread.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield  # which no signal reaches
+        yield lambda: None  # no signal reaches this thread
         return
     heard: list[tuple[int, FrameType | None]] = []
     handler = signal.signal(signal.SIGINT, lambda number, frame: heard.append((number, frame)))
+
+    def hear() -> None:
+        if heard and handler is signal.default_int_handler:
+            heard.clear()
+            raise KeyboardInterrupt
+
     try:
-        yield
+        yield hear
     finally:
         signal.signal(signal.SIGINT, handler)
     if heard and callable(handler):
@@ -55,24 +64,32 @@ class FollowerRanks:
         self._ready: set[int] = set()
         self._loss: str | None = None
         self._acts: list[Callable[[], None]] = []
-        context = multiprocessing.get_context("spawn")
         self._links: dict[Connection, int] = {}
         self._processes: dict[int, BaseProcess] = {}
-        for rank in range(1, args.tp):
-            ours, theirs = context.Pipe()
-            config = RankConfig(args=args, model_path=model_path, addresses=self.addresses, rank=rank, seed=seed)
-            process = context.Process(
-                target=run_worker,
-                args=(run_rank, (config,), f"rank {rank}", theirs, os.getpid(), args.log_level),
-                daemon=True,
-            )
-            process.start()
-            theirs.close()
-            self._links[ours] = rank
-            self._processes[rank] = process
-        self.inboxes = [Push(self._zmq, self.addresses.rank(rank)) for rank in range(1, args.tp)]
+        self.inboxes: list[Push] = []
         self._listener = threading.Thread(target=self._listen, name="follower ranks", daemon=True)
-        self._listener.start()
+        try:
+            for rank in range(1, args.tp):
+                config = RankConfig(args=args, model_path=model_path, addresses=self.addresses, rank=rank, seed=seed)
+                self._start(config)
+            self._listener.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, config: RankConfig) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        self._links[ours] = config.rank
+        process = context.Process(
+            target=run_worker,
+            args=(run_rank, (config,), f"rank {config.rank}", theirs, os.getpid(), config.args.log_level),
+            daemon=True,
+        )
+        with theirs:
+            process.start()
+        self._processes[config.rank] = process
+        self.inboxes.append(Push(self._zmq, self.addresses.rank(config.rank)))
 
     def wait_ready(self) -> None:
         """Raises RuntimeError with the reason when a rank cannot start."""
@@ -129,7 +146,8 @@ class FollowerRanks:
             process.kill()  # it holds nothing that must be put in order
         for process in self._processes.values():
             process.join()
-        self._listener.join()
+        if self._listener.ident is not None:
+            self._listener.join()
         for inbox in self.inboxes:
             inbox.close()
         for link in self._links:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -259,6 +260,37 @@ def test_ctrl_c_is_heard_at_the_end_of_a_step() -> None:
         step()
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("what", ["loading torch", "loading weights", "making room"])
+def test_ctrl_c_during_the_start_leaves_nothing_behind(model: Path, what: str) -> None:
+    """Ranks that have met are a group, of which a process can have one."""
+
+    def interrupt(now: str, fraction: float | None) -> None:
+        if now.startswith(what):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8, progress=interrupt)
+    assert not [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    with LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8) as two:
+        assert two.generate("again", GREEDY).completion_tokens == 12
+
+
+@pytest.mark.process
+def test_ranks_of_which_one_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = multiprocessing.get_context("spawn").Process.start
+
+    def second_fails(process: multiprocessing.Process) -> None:
+        if psutil.Process().children():
+            raise OSError("no more processes")
+        start(process)
+
+    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", second_fails)
+    with pytest.raises(OSError, match="no more processes"):
+        FollowerRanks(ServerArgs(model="none", tp=3), Path("none"), seed=0)
+    assert not [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
 
 
 def talkative_rank(config: RankConfig, reporter: Reporter) -> None:
