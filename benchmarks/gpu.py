@@ -117,10 +117,10 @@ def row(what: str, value: float, unit: str, share: float | None = None) -> str:
     return f"{what:52s} {value:10.3f} {unit:10s}" + ("" if share is None else f"{share:7.1%} of the limit")
 
 
-def offline_report(name: str, output: str, limits: Limits) -> list[str]:
+def offline_report(name: str, flags: str, output: str, limits: Limits) -> list[str]:
     found, model = last_json(output), Model.named(name)
     rate, limit = found["output_tok_per_s"], model.offline_limit(limits)
-    lines = [row(f"{name} offline", rate, "tok/s", rate / limit)]
+    lines = [row(f"{name} offline{flags}", rate, "tok/s", rate / limit)]
     if "batch_1_ms_per_token" in found:
         each = found["batch_1_ms_per_token"]
         lines.append(row(f"{name} batch 1", each, "ms/token", model.token_limit(limits) * 1e3 / each))
@@ -178,6 +178,11 @@ def offline(name: str, *more: str) -> list[str]:
     return run(HERE / "offline.py", "--model", CONFIGS / name, "--load-format", "dummy", *more)
 
 
+def whole_run(name: str, seconds: float, *more: str) -> Section:
+    flags = " --deterministic" if "--deterministic" in more else ""
+    return Section(offline(name, *more), seconds, partial(offline_report, name, flags))
+
+
 def sections() -> dict[str, Section]:
     workers = ("-n", "8") if find_spec("xdist") else ()
     small = ("--num-seqs", "4", "--batch-1", "64")
@@ -187,11 +192,10 @@ def sections() -> dict[str, Section]:
         "tests": Section(
             run("-m", "pytest", "-q", "-m", "gpu", "--tb=short", *workers, *TESTS), 300, tests_report, True
         ),
-        "offline-0.6b": Section(offline("qwen3-0.6b", "--batch-1", "128"), 120, partial(offline_report, "qwen3-0.6b")),
-        "offline-14b": Section(offline("qwen3-14b", "--batch-1", "64"), 180, partial(offline_report, "qwen3-14b")),
-        "offline-30b": Section(
-            offline("qwen3-30b-a3b", "--batch-1", "64"), 240, partial(offline_report, "qwen3-30b-a3b")
-        ),
+        "offline-0.6b": whole_run("qwen3-0.6b", 120, "--batch-1", "128"),
+        "offline-deterministic": whole_run("qwen3-0.6b", 120, "--deterministic"),
+        "offline-14b": whole_run("qwen3-14b", 180, "--batch-1", "64"),
+        "offline-30b": whole_run("qwen3-30b-a3b", 240, "--batch-1", "64"),
         "steps": Section(run(HERE / "gpu_steps.py"), 120, steps_report),
         "kernels": Section(run(HERE / "gpu_kernels.py", "--only", "decode,prefill"), 180, plain_report),
         "attention": Section(run(HERE / "gpu_attention.py"), 400, plain_report),

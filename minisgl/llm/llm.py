@@ -29,7 +29,7 @@ from minisgl.message import (
 )
 from minisgl.models.source import resolve_model
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.server.args import ServerArgs
+from minisgl.server.args import ServerArgs, check_options
 from minisgl.server.scheduler_process import RankConfig, engine_config
 from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, tokenize_request
 from minisgl.utils.progress import Progress, silent
@@ -89,7 +89,7 @@ class LLM:
         progress: Progress = silent,
         **options: Any,
     ) -> None:
-        args = ServerArgs(model=model, **options)
+        args = check_options(ServerArgs(model=model, **options))
         path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
         seed = random.getrandbits(63) if args.seed is None else args.seed
         with contextlib.ExitStack() as stack:

@@ -69,15 +69,45 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
     return ServerArgs(**{f.name: getattr(namespace, f.name) for f in fields(ServerArgs)})
 
 
+def check_options(args: ServerArgs) -> ServerArgs:
+    """``args`` from keyword arguments, as the command line would read them: ``page_size=4`` is ``--page-size 4``.
+
+    Raises ValueError, which names the option, for what the command line would refuse.
+    """
+    flags = []
+    for f in fields(ServerArgs):
+        value = getattr(args, f.name)
+        if isinstance(f.default, bool):
+            if not isinstance(value, bool):
+                raise ValueError(f"{f.name} must be True or False, not {value!r}.")
+            flags += [_flag(f.name)] if value else []
+        elif value is not None:
+            flags.append(f"{_flag(f.name)}={value}")
+    namespace = _build_parser(_OptionParser).parse_args(flags)
+    return ServerArgs(**vars(namespace))
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse would print the whole usage first, and the one line that matters would drown in it.
-        line = message.removeprefix("argument ").replace(": must", " must", 1)
-        self.exit(2, f"{self.prog}: {line}\n")
+        self.exit(2, f"{self.prog}: {self.line(message)}\n")
+
+    def line(self, message: str) -> str:
+        return message.removeprefix("argument ").replace(": must", " must", 1)
+
+
+class _OptionParser(_Parser):
+    def error(self, message: str) -> NoReturn:
+        flag, _, problem = self.line(message).partition(" ")
+        raise ValueError(f"{flag.removeprefix('--').replace('-', '_')} {problem}")
 
 
 def _unknown_argument(argument: str) -> str:
-    flags = ["--" + f.name.replace("_", "-") for f in fields(ServerArgs)]
+    flags = [_flag(f.name) for f in fields(ServerArgs)]
     near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
     hint = f"did you mean {near[0]}?" if near else "--help lists the flags."
     return f"unknown argument {argument}; {hint}"
@@ -132,8 +162,8 @@ def _text(text: str) -> str:
     return text
 
 
-def _build_parser() -> _Parser:
-    parser = _Parser(
+def _build_parser(kind: type[_Parser] = _Parser) -> _Parser:
+    parser = kind(
         prog="minisgl",
         description="Serves a language model through an OpenAI-compatible API.",
         allow_abbrev=False,

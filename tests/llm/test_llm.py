@@ -136,6 +136,12 @@ def test_an_unknown_option_is_a_type_error(model: Path) -> None:
         LLM(str(model), pagesize=4)
 
 
+@pytest.mark.parametrize("value", ["two", 0, 2.5, True])
+def test_an_option_that_the_command_line_would_refuse_is_a_value_error(model: Path, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^tp must be an integer from 1 to 64, not '{value}'"):
+        LLM(str(model), tp=value)
+
+
 def test_stream_chat_can_be_left_early(llm: LLM) -> None:
     stream = llm.stream_chat([{"role": "user", "content": "hi"}], GREEDY)
     first = next(stream)

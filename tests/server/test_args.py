@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl.server.args import DEFAULT_MODEL_NAME, ServerArgs, parse_args
+from minisgl.server.args import DEFAULT_MODEL_NAME, ServerArgs, check_options, parse_args
 
 ROOT = Path(__file__).parents[2]
 
@@ -125,3 +125,18 @@ except SystemExit:
     result = subprocess.run([sys.executable, "-m", "minisgl"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert result.stderr == "minisgl: MINISGL_CACHEDIR is no setting of minisgl; did you mean MINISGL_CACHE_DIR?\n"
+
+
+def test_options_are_checked_like_flags() -> None:
+    given = ServerArgs(model="a b", tp=2, memory_ratio=0.5, deterministic=True, page_size=1, attn="torch,cpu")
+    assert check_options(given) == given
+    assert check_options(ServerArgs(model=Path("/x"), tp="2")) == ServerArgs(model="/x", tp=2)  # type: ignore[arg-type]
+    for name, value, problem in (
+        ("deterministic", "yes", "must be True or False, not 'yes'."),
+        ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, not 'int3'."),
+        ("model", "", "must not be empty."),
+        ("max_prefill_length", -1, "must be an integer of at least 1, not '-1'."),
+    ):
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            check_options(ServerArgs(**{name: value}))
+        assert str(error.value) == f"{name} {problem}"
