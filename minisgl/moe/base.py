@@ -40,6 +40,28 @@ class Experts(ABC):
         return self.forward(x, weights.to(x.dtype), experts)
 
 
+class FusingExperts(Experts):
+    """Those that can do what stands before and after them in the same go, where that is faster."""
+
+    @abstractmethod
+    def fuses(self, rows: int) -> bool:
+        """Whether it is for so many rows."""
+
+    @abstractmethod
+    def fused(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        top_k: int,
+        normalise: bool,
+        *,
+        norm: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """:meth:`forward_routed` of ``rms_norm(x)``, whose weight is ``norm``, then ``+ residual``."""
+
+
 def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Router logits (T, E) -> weights (T, top_k) float32 and experts (T, top_k) int64, the likeliest first.
 

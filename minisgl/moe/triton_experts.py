@@ -8,14 +8,18 @@ import torch
 
 from ..kernel.triton.grouped_gemm import combine, fixed_grouped_config, grouped_gemm
 from ..kernel.triton.launch import supports_pdl
-from ..kernel.triton.moe_routing import assign, route
+from ..kernel.triton.moe_routing import assign, choose, route
+from ..kernel.triton.one_row import one_row_linear
+from ..kernel.triton.weighted_experts import weighted_experts
 from ..layers.ops import Ops
 from ..layers.weight import Pack
-from .base import Experts
+from .base import FusingExperts
 
 
-class TritonExperts(Experts):
-    """Four kernels in all: routing, gate and up, down, and the weighted sum."""
+class TritonExperts(FusingExperts):
+    """Four kernels in all: routing, gate and up, down, and the weighted sum. For a single token three, with the norm
+    before and the residual stream behind: choice, gate and up, weighted down.
+    """
 
     fixed: ClassVar[bool] = False
     """Whether they are launched with the same parameters for any number of tokens."""
@@ -34,6 +38,24 @@ class TritonExperts(Experts):
         """:meth:`forward` from the router's ``logits`` (T, E), with softmax and top-k in the first kernel."""
         weights, members = route(logits, top_k, normalise, self.counts, x.dtype, fixed=self.fixed, pdl=self.pdl)
         return self._products(x, weights, members)
+
+    def fuses(self, rows: int) -> bool:
+        return rows == 1 and not self.fixed
+
+    def fused(
+        self,
+        x: torch.Tensor,
+        logits: torch.Tensor,
+        top_k: int,
+        normalise: bool,
+        *,
+        norm: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weights, experts = choose(logits, top_k, normalise, x.dtype, pdl=self.pdl)
+        hidden = one_row_linear(x, self.gate_up, norm=norm, eps=eps, gated=True, experts=experts, pdl=self.pdl)
+        return weighted_experts(hidden, self.down, weights, experts, residual=residual, pdl=self.pdl)
 
     def _products(self, x: torch.Tensor, weights: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
         hidden = self._product(x, self.gate_up, members, weights.numel(), gated=True)

@@ -23,13 +23,14 @@ from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, de
 from minisgl.kernel.triton.few_rows import few_rows_config, few_rows_linear, fixed_few_rows_config
 from minisgl.kernel.triton.grouped_gemm import combine, fixed_grouped_config, grouped_gemm
 from minisgl.kernel.triton.launch import Launcher
-from minisgl.kernel.triton.moe_routing import assign, route
+from minisgl.kernel.triton.moe_routing import assign, choose, route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernel.triton.one_row import one_row_linear
 from minisgl.kernel.triton.pages import gather_pages
 from minisgl.kernel.triton.prefill_attention import prefill_attention, prefill_config
 from minisgl.kernel.triton.rope import norm_rope_store
 from minisgl.kernel.triton.sampling import sample
+from minisgl.kernel.triton.weighted_experts import weighted_experts
 
 CPU = torch.device("cpu")
 
@@ -145,6 +146,16 @@ def experts(dtype: torch.dtype, tokens: int) -> None:
     combine(grouped_gemm(middle, down, members, counts, pairs, gated=False, pdl=True), weights, counts, pdl=True)
 
 
+def single_token(dtype: torch.dtype, inner: int, top_k: int) -> None:
+    """Qwen3-30B-A3B, and a model of few large experts"""
+    num, hidden = 128 if inner < 1024 else 8, 2048
+    x, norm = torch.empty(1, hidden, dtype=dtype), torch.empty(hidden, dtype=dtype)
+    weights, experts_ = choose(torch.empty(1, num, dtype=dtype), top_k, True, dtype, pdl=True)
+    gate_up, down = torch.empty(num, 2 * inner, hidden, dtype=dtype), torch.empty(num, hidden, inner, dtype=dtype)
+    middle = one_row_linear(x, gate_up, norm=norm, eps=1e-6, gated=True, experts=experts_, pdl=True)
+    weighted_experts(middle, down, weights, experts_, residual=x, pdl=True)
+
+
 def sampler(vocab: int, dtype: torch.dtype) -> None:
     floats = torch.empty(8)
     sample(torch.empty(8, vocab, dtype=dtype), floats, ints(8), floats, floats, floats, pdl=True)
@@ -176,6 +187,9 @@ CASES = {
     "experts-256": partial(experts, BF16, 256),
     "experts-1024": partial(experts, BF16, 1024),
     "experts-8192": partial(experts, BF16, 8192),
+    "single-token": partial(single_token, BF16, 768, 8),
+    "single-token-few-large": partial(single_token, BF16, 14336, 2),
+    "single-token-fp32": partial(single_token, FP32, 768, 8),
     "experts-64-fp32": partial(experts, FP32, 64),
     "all-reduce-2": partial(reduce, BF16, 2),
     "all-reduce-8": partial(reduce, BF16, 8),

@@ -7,7 +7,7 @@ import torch
 from helpers_triton import assert_close, dtypes, randn
 
 from minisgl.kernel.triton.grouped_gemm import GroupedConfig, grouped_gemm, most_blocks
-from minisgl.kernel.triton.moe_routing import assign
+from minisgl.kernel.triton.moe_routing import assign, choose
 from minisgl.kernel.triton.moe_routing import route as triton_route
 from minisgl.layers.ops import Ops
 from minisgl.layers.weight import PlainWeight
@@ -58,6 +58,34 @@ def test_experts(rng, device, on_gpu, tokens):
         for _ in range(2):  # the first call leaves its counters ready for the second
             assert_close(experts.forward(x, weights.to(dtype), chosen), expected, factor=1.5)
             assert_close(experts.forward_routed(x, logits, top_k, True), expected, factor=1.5)
+
+
+@pytest.mark.parametrize("added", [True, False], ids=["residual", "other-rank"])
+def test_a_single_token_with_what_stands_around(rng, device, on_gpu, added):
+    num_experts, hidden, size = shapes(on_gpu)
+    # The usual; a number of choices that is no power of two; an inner size beyond one tile
+    for top_k, inner in ((8 if on_gpu else 2, size), (3, size), (2, 3072 if on_gpu else 1040)):
+        for dtype in dtypes(on_gpu):
+            x = randn(rng, 1, hidden, dtype=dtype, device=device)
+            norm = 1 + randn(rng, hidden, dtype=dtype, device=device) / 8
+            gate_up = randn(rng, num_experts, 2 * inner, hidden, dtype=dtype, device=device) / hidden**0.5
+            down = randn(rng, num_experts, hidden, inner, dtype=dtype, device=device) / inner**0.5
+            logits = randn(rng, 1, num_experts, dtype=torch.float32, device=device)
+            residual = randn(rng, 1, hidden, dtype=dtype, device=device) if added else None
+            experts = TritonExperts(gate_up, down, Ops(), PlainWeight)
+            assert experts.fuses(1)
+            assert not experts.fuses(2)
+            out = experts.fused(x, logits, top_k, True, norm=norm, eps=1e-6, residual=residual)
+            wide = TorchExperts(gate_up.float(), down.float(), Ops(), PlainWeight)
+            normed = Ops().rms_norm(x.float(), norm.float(), 1e-6)
+            expected = wide.forward_routed(normed, logits, top_k, True)
+            assert_close(out, expected if residual is None else expected + residual.float(), factor=1.5)
+
+
+def test_choices_of_nan_exist(device):
+    weights, experts = choose(torch.full((1, 6), float("nan"), device=device), 2, True, torch.float32)
+    assert sorted(experts.flatten().tolist()) == [0, 1]
+    assert weights.shape == (1, 2)
 
 
 def test_a_token_is_the_same_in_whatever_company(rng, device, on_gpu):

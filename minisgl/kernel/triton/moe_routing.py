@@ -17,6 +17,27 @@ import triton.language as tl
 from .launch import Launcher, power_of_2, wait_for_previous
 
 
+@triton.jit
+def _choose(logits, expert, choice, E: tl.constexpr, TOP_K: tl.constexpr, NORMALISE: tl.constexpr):
+    """Weights and experts (T, BLOCK_K) by ``logits`` (T, BLOCK_E), which are minus infinity past the end."""
+    prob = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    prob = prob / tl.sum(prob, axis=1)[:, None]
+    # A row of NaN (padding, say) still has to choose experts that exist.
+    prob = tl.where(prob == prob, prob, 0.0)
+    prob = tl.where(expert < E, prob, -1.0)
+    weights = tl.zeros((logits.shape[0], choice.shape[1]), tl.float32)
+    chosen = tl.zeros((logits.shape[0], choice.shape[1]), tl.int32)
+    for j in tl.static_range(TOP_K):
+        best = tl.max(prob, axis=1)[:, None]
+        index = tl.min(tl.where(prob == best, expert, logits.shape[1]), axis=1)[:, None]
+        weights = tl.where(choice == j, best, weights)
+        chosen = tl.where(choice == j, index, chosen)
+        prob = tl.where(expert == index, -1.0, prob)
+    if NORMALISE:
+        weights = weights / tl.sum(weights, axis=1)[:, None]
+    return weights, chosen
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
     logits_ptr,
@@ -40,26 +61,33 @@ def _route_kernel(
     wait_for_previous(PDL)
     place = logits_ptr + token.to(tl.int64)[:, None] * LOGITS_STRIDE + expert
     logits = tl.load(place, mask=valid & (expert < E), other=float("-inf")).to(tl.float32)
-    prob = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    prob = prob / tl.sum(prob, axis=1)[:, None]
-    # A row of NaN (padding, say) still has to choose experts that exist.
-    prob = tl.where(prob == prob, prob, 0.0)
-    prob = tl.where(expert < E, prob, -1.0)
-    weights = tl.zeros((BLOCK_T, BLOCK_K), tl.float32)
-    chosen = tl.zeros((BLOCK_T, BLOCK_K), tl.int32)
-    for j in tl.static_range(TOP_K):
-        best = tl.max(prob, axis=1)[:, None]
-        index = tl.min(tl.where(prob == best, expert, BLOCK_E), axis=1)[:, None]
-        weights = tl.where(choice == j, best, weights)
-        chosen = tl.where(choice == j, index, chosen)
-        prob = tl.where(expert == index, -1.0, prob)
-    if NORMALISE:
-        weights = weights / tl.sum(weights, axis=1)[:, None]
+    weights, chosen = _choose(logits, expert, choice, E, TOP_K, NORMALISE)
     pair = token[:, None] * TOP_K + choice
     real = valid & (choice < TOP_K)
     tl.store(weights_ptr + pair, weights.to(weights_ptr.dtype.element_ty), mask=real)
     position = tl.atomic_add(counts_ptr + chosen, 1, mask=real, sem="relaxed")
     tl.store(members_ptr + chosen.to(tl.int64) * num_tokens + position, pair, mask=real)
+
+
+@triton.jit
+def _choose_kernel(
+    logits_ptr,
+    weights_ptr,
+    experts_ptr,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    NORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    expert = tl.arange(0, BLOCK_E)[None, :]
+    choice = tl.arange(0, BLOCK_K)[None, :]
+    wait_for_previous(PDL)
+    logits = tl.load(logits_ptr + expert, mask=expert < E, other=float("-inf")).to(tl.float32)
+    weights, chosen = _choose(logits, expert, choice, E, TOP_K, NORMALISE)
+    tl.store(weights_ptr + choice, weights.to(weights_ptr.dtype.element_ty), mask=choice < TOP_K)
+    tl.store(experts_ptr + choice, chosen, mask=choice < TOP_K)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -75,6 +103,7 @@ def _assign_kernel(
 
 
 _launch_route = Launcher(_route_kernel)
+_launch_choose = Launcher(_choose_kernel)
 _launch_assign = Launcher(_assign_kernel)
 
 
@@ -118,6 +147,33 @@ def route(
             pdl=pdl,
         )
     return weights, members
+
+
+def choose(
+    logits: torch.Tensor, top_k: int, normalise: bool, dtype: torch.dtype, *, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax and top-k of one token, whose ``logits`` are (1, E), as in :func:`route`.
+
+    Returns weights (1, top_k) of ``dtype`` and experts (1, top_k) int32.
+    """
+    weights = torch.empty((1, top_k), dtype=dtype, device=logits.device)
+    experts = torch.empty((1, top_k), dtype=torch.int32, device=logits.device)
+    num_experts = logits.shape[1]
+    _launch_choose(
+        (1,),
+        logits,
+        weights,
+        experts,
+        types=(dtype,),
+        E=num_experts,
+        TOP_K=top_k,
+        NORMALISE=normalise,
+        BLOCK_E=power_of_2(num_experts),
+        BLOCK_K=power_of_2(top_k),
+        num_warps=1,
+        pdl=pdl,
+    )
+    return weights, experts
 
 
 def assign(experts: torch.Tensor, counts: torch.Tensor, *, pdl: bool = False) -> torch.Tensor:

@@ -55,6 +55,7 @@ def _one_row_kernel(
     norm_ptr,
     bias_ptr,
     residual_ptr,
+    experts_ptr,
     out_ptr,
     eps,
     N: tl.constexpr,  # outputs; with GATED the rows of W are N of gate and then N of up
@@ -63,20 +64,28 @@ def _one_row_kernel(
     HAS_NORM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_EXPERTS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
     first = tl.program_id(0) * BLOCK_N
     dtype: tl.constexpr = x_ptr.dtype.element_ty
+    norm = 0.0
+    if HAS_NORM:
+        norm = tl.load(norm_ptr + tl.arange(0, BLOCK_K), mask=tl.arange(0, BLOCK_K) < K, other=0.0)
+    if HAS_EXPERTS:
+        # Which weights to load is what the kernel before this one has to say.
+        wait_for_previous(PDL)
+        choice = tl.program_id(1)
+        w_ptr += tl.load(experts_ptr + choice).to(tl.int64) * ((2 if GATED else 1) * N * K)
+        out_ptr += choice * N
     w = _load_rows(w_ptr, first, 0, N, K, BLOCK_N, BLOCK_K)
     up_w = w
     if GATED:
         up_w = _load_rows(w_ptr + N * K, first, 0, N, K, BLOCK_N, BLOCK_K)
-    norm = 0.0
-    if HAS_NORM:
-        norm = tl.load(norm_ptr + tl.arange(0, BLOCK_K), mask=tl.arange(0, BLOCK_K) < K, other=0.0)
-    wait_for_previous(PDL)
+    if not HAS_EXPERTS:
+        wait_for_previous(PDL)
 
     n = first + tl.arange(0, BLOCK_N)
     residual = 0.0
@@ -137,6 +146,7 @@ def one_row_linear(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    experts: torch.Tensor | None = None,
     config: OneRowConfig | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -144,21 +154,26 @@ def one_row_linear(
 
     ``x`` is (1, K); ``weight`` (N, K), contiguous, if gated (2 * N, K) with the gate half first; ``norm`` (K) is the
     norm's weight, None for no norm; ``residual`` is (1, N), contiguous. Rounds where the separate operations would.
-    Returns (1, N).
+    Returns (1, N). With ``experts`` (1, top_k) int32, ``weight`` is one such matrix for each expert, (E, ..., K), and
+    there is a result for each choice: (top_k, N); they have neither bias nor residual.
     """
     rows, inputs = x.shape
     if rows != 1:
         raise ValueError(f"one_row_linear serves one row, not {rows}.")
-    outputs = weight.shape[0] // (2 if gated else 1)
-    out = torch.empty((1, outputs), dtype=x.dtype, device=x.device)
+    if experts is not None and (bias is not None or residual is not None):
+        raise ValueError("Experts have neither bias nor residual here.")
+    outputs = weight.shape[-2] // (2 if gated else 1)
+    choices = 1 if experts is None else experts.shape[1]
+    out = torch.empty((choices, outputs), dtype=x.dtype, device=x.device)
     config = config or one_row_config(inputs, gated)
     _launch_one_row(
-        (triton.cdiv(outputs, config.block_n),),
+        (triton.cdiv(outputs, config.block_n), choices),
         x,
         weight,
         norm,
         bias,
         residual,
+        experts,
         out,
         eps,
         types=(out.dtype,),
@@ -168,6 +183,7 @@ def one_row_linear(
         HAS_NORM=norm is not None,
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
+        HAS_EXPERTS=experts is not None,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,
         num_warps=1,
