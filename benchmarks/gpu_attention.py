@@ -19,11 +19,12 @@ import numpy as np
 import torch
 from gpu_report import BF16, COLD_BYTES, DEVICE, MODELS, Limits, Model, Report, error, ints, measure, randn
 
-from minisgl.attention.base import AttentionBackend, AttentionSpec, BackendConfig
+from minisgl.attention.base import AttentionBackend, BackendConfig
 from minisgl.attention.forward_batch import ForwardBatch, HostPlan, token_slots
 from minisgl.attention.registry import make_backend
+from minisgl.kernel.attention_spec import AttentionSpec
+from minisgl.kernel.ops import Ops
 from minisgl.kvcache.device_pool import KVPool
-from minisgl.layers.ops import Ops
 
 Requests = list[tuple[int, int]]
 """Cached and new tokens of each."""

@@ -22,11 +22,11 @@ import torch
 from safetensors.torch import save_file
 
 from minisgl.distributed.communicator import SingleCommunicator
+from minisgl.kernel.device import make_ops, make_pack
+from minisgl.kernel.ops import Ops
+from minisgl.kernel.weight import PlainWeight
 from minisgl.layers.context import BuildContext
-from minisgl.layers.device import make_ops, make_pack
 from minisgl.layers.loading import LoadPlan
-from minisgl.layers.ops import Ops
-from minisgl.layers.weight import PlainWeight
 from minisgl.models.build import build_model, model_class
 from minisgl.models.config import ModelConfig
 from minisgl.models.safetensors import INDEX

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from gpu_report import BF16, COLD_BYTES, DEVICE, MODELS, Model, Report, capture, error, ints, measure, randn
 
+from minisgl.kernel.ops import Ops
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
 from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_config, few_rows_linear
@@ -19,7 +20,6 @@ from minisgl.kernel.triton.launch import power_of_2
 from minisgl.kernel.triton.moe_routing import route
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernel.triton.one_row import OneRowConfig, one_row_linear, one_row_reference
-from minisgl.layers.ops import Ops
 
 # Linear layers
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import triton
 
-from minisgl.attention.base import AttentionSpec
+from minisgl.kernel.attention_spec import AttentionSpec
 
 BF16 = torch.bfloat16
 DEVICE = torch.device("cuda")

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from minisgl.kernel.attention_spec import AttentionSpec
 from minisgl.kernel.cpu import load
 
-from .base import AttentionBackend, AttentionSpec, BackendConfig
+from .base import AttentionBackend, BackendConfig
 
 if TYPE_CHECKING:
+    from minisgl.kernel.ops import Ops
     from minisgl.kvcache.device_pool import KVPool
-    from minisgl.layers.ops import Ops
 
     from .forward_batch import ForwardBatch
 

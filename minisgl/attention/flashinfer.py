@@ -20,14 +20,15 @@ import numpy as np
 import torch
 
 from ..core import Int32
+from ..kernel.attention_spec import AttentionSpec
 from ..kernel.triton.launch import num_sms, supports_pdl
 from ..kernel.triton.pages import gather_pages
 from ..kernel.triton.rope import norm_rope_store
-from .base import AttentionBackend, AttentionSpec, BackendConfig, in_pinned_memory
+from .base import AttentionBackend, BackendConfig, in_pinned_memory
 
 if TYPE_CHECKING:
+    from ..kernel.ops import Ops
     from ..kvcache.device_pool import KVPool
-    from ..layers.ops import Ops
     from .forward_batch import ForwardBatch
 
 HEAD_DIMS = (64, 128, 256)

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from minisgl.layers.ops import Ops
+    from minisgl.kernel.ops import Ops
 
     from .base import AttentionBackend, BackendConfig
 

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .base import AttentionBackend, AttentionSpec
+from minisgl.kernel.attention_spec import AttentionSpec
+
+from .base import AttentionBackend
 from .forward_batch import token_slots
 
 if TYPE_CHECKING:

@@ -21,16 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..kernel.attention_spec import AttentionSpec
 from ..kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention
 from ..kernel.triton.launch import supports_pdl
 from ..kernel.triton.prefill_attention import plan_prefill, prefill_attention, prefill_config
 from ..kernel.triton.rope import norm_rope_store
-from .base import AttentionBackend, AttentionSpec, BackendConfig, in_pinned_memory
+from .base import AttentionBackend, BackendConfig, in_pinned_memory
 from .forward_batch import HostPlan
 
 if TYPE_CHECKING:
+    from ..kernel.ops import Ops
     from ..kvcache.device_pool import KVPool
-    from ..layers.ops import Ops
     from .forward_batch import ForwardBatch
 
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from minisgl.attention.base import AttentionBackend, AttentionSpec
+from minisgl.attention.base import AttentionBackend
 from minisgl.distributed.sharding import HeadShards
+from minisgl.kernel.attention_spec import AttentionSpec
 
 from .context import BuildContext
 from .linear import QKVLinear, RowLinear
@@ -17,33 +18,34 @@ from .norm import RMSNorm
 if TYPE_CHECKING:
     from minisgl.attention.forward_batch import ForwardBatch
     from minisgl.kvcache.device_pool import KVPool
-    from minisgl.models.config import ModelConfig
 
 
 class Attention(nn.Module):
-    """Works on the residual stream (T, hidden_size), after ``norm``. Heads are cut between the ranks.
+    """Works on the residual stream (T, hidden_size), after ``norm``. ``heads`` are those of this rank.
 
-    ``cos_sin`` is the rope table, one tensor that all layers share.
+    ``cos_sin`` is the rope table, one tensor that all layers share; ``qk_norm``: each head of q and k is normed.
     """
 
     def __init__(
         self,
-        config: ModelConfig,
         layer: int,
+        hidden_size: int,
+        heads: HeadShards,
+        head_dim: int,
         cos_sin: torch.Tensor,
         context: BuildContext,
         *,
-        qkv_bias: bool = False,
-        output_bias: bool = False,
-        qk_norm: bool = False,
+        sliding_window: int | None,
+        norm_eps: float,
+        qkv_bias: bool,
+        output_bias: bool,
+        qk_norm: bool,
     ) -> None:
         super().__init__()
-        head_dim = config.head_dim
-        heads = HeadShards.of(config.num_heads, config.num_kv_heads, context.comm.rank, context.comm.world_size)
-        self.qkv_proj = QKVLinear(config.hidden_size, heads, head_dim, qkv_bias, context)
-        self.o_proj = RowLinear(heads.query.times(head_dim), config.hidden_size, output_bias, context)
-        self.q_norm = RMSNorm(head_dim, config.rms_norm_eps, context) if qk_norm else None
-        self.k_norm = RMSNorm(head_dim, config.rms_norm_eps, context) if qk_norm else None
+        self.qkv_proj = QKVLinear(hidden_size, heads, head_dim, qkv_bias, context)
+        self.o_proj = RowLinear(heads.query.times(head_dim), hidden_size, output_bias, context)
+        self.q_norm = RMSNorm(head_dim, norm_eps, context) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps, context) if qk_norm else None
         self.spec = AttentionSpec(
             layer=layer,
             num_heads=heads.query.size,
@@ -51,10 +53,10 @@ class Attention(nn.Module):
             head_dim=head_dim,
             scale=head_dim**-0.5,
             cos_sin=cos_sin,
-            sliding_window=config.sliding_windows[layer],
+            sliding_window=sliding_window,
             q_norm=self.q_norm.weight if self.q_norm else None,
             k_norm=self.k_norm.weight if self.k_norm else None,
-            norm_eps=config.rms_norm_eps,
+            norm_eps=norm_eps,
         )
 
     def forward(

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from minisgl.distributed.communicator import Communicator
+from minisgl.kernel.ops import Ops
+from minisgl.kernel.weight import Pack
 
 from .loading import Storage
-from .ops import Ops
-from .weight import Pack
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from minisgl.distributed.sharding import Shard
+from minisgl.kernel.weight import PlainWeight, Weight
 
 from .context import BuildContext
 from .loading import LoadedModule, Target
-from .weight import PlainWeight, Weight
 
 
 class VocabParallel(LoadedModule, nn.Module):

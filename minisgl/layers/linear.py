@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from minisgl.distributed.sharding import HeadShards, Shard
+from minisgl.kernel.weight import FusingWeight, Weight
 
 from .context import BuildContext
 from .loading import LoadedModule, Target
 from .norm import RMSNorm
-from .weight import FusingWeight, Weight
 
 
 class Linear(LoadedModule, nn.Module):

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from minisgl.distributed.sharding import Shard
-from minisgl.models.config import MoEConfig
 from minisgl.moe.base import Experts, FusingExperts, experts_class
 
 from .context import BuildContext
@@ -21,13 +20,22 @@ class SparseMoE(nn.Module):
     """Works on the residual stream (T, hidden_size), after ``norm``. Every rank has its part of the inner dimension of
     all experts."""
 
-    def __init__(self, hidden_size: int, config: MoEConfig, context: BuildContext) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        top_k: int,
+        context: BuildContext,
+        *,
+        norm_topk_prob: bool,
+    ) -> None:
         super().__init__()
         self.comm = context.comm
-        self.top_k = config.top_k
-        self.norm_topk_prob = config.norm_topk_prob
-        self.gate = ReplicatedLinear(hidden_size, config.num_experts, False, context)
-        self.experts = ExpertWeights(hidden_size, config, context)
+        self.top_k = top_k
+        self.norm_topk_prob = norm_topk_prob
+        self.gate = ReplicatedLinear(hidden_size, num_experts, False, context)
+        self.experts = ExpertWeights(hidden_size, intermediate_size, num_experts, context)
 
     def forward(
         self, norm: RMSNorm, x: torch.Tensor | None, residual: torch.Tensor
@@ -60,14 +68,14 @@ class ExpertWeights(LoadedModule, nn.Module):
 
     product: Experts
 
-    def __init__(self, hidden_size: int, config: MoEConfig, context: BuildContext) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, num_experts: int, context: BuildContext) -> None:
         super().__init__()
         self.context = context
         self.hidden = Shard.whole(hidden_size)
-        self.inner = Shard.of(config.intermediate_size, context.comm.rank, context.comm.world_size)
-        self.num_experts = config.num_experts
-        self.gate_up = context.storage(config.num_experts, 2 * self.inner.size, hidden_size)
-        self.down = context.storage(config.num_experts, hidden_size, self.inner.size)
+        self.inner = Shard.of(intermediate_size, context.comm.rank, context.comm.world_size)
+        self.num_experts = num_experts
+        self.gate_up = context.storage(num_experts, 2 * self.inner.size, hidden_size)
+        self.down = context.storage(num_experts, hidden_size, self.inner.size)
 
     def targets(self, prefix: str) -> Iterator[tuple[str, Target]]:
         inner, hidden = self.inner, self.hidden

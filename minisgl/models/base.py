@@ -13,7 +13,8 @@ from minisgl.layers.attention import Attention
 from minisgl.layers.context import BuildContext
 from minisgl.layers.embedding import Embedding, Head, TiedHead
 from minisgl.layers.norm import RMSNorm
-from minisgl.layers.rotary import rope_table
+
+from .rope import rope_table
 
 if TYPE_CHECKING:
     from minisgl.attention.base import AttentionBackend
@@ -104,6 +105,31 @@ class CausalLM(nn.Module):
     @abstractmethod
     def make_layer(self, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
         """Layer ``index`` of the architecture."""
+
+    def make_attention(
+        self,
+        index: int,
+        cos_sin: torch.Tensor,
+        *,
+        qkv_bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> Attention:
+        """That of layer ``index``, as the config says, and with what only the architecture knows."""
+        config = self.config
+        return Attention(
+            index,
+            config.hidden_size,
+            self.heads,
+            config.head_dim,
+            cos_sin,
+            self.context,
+            sliding_window=config.sliding_windows[index],
+            norm_eps=config.rms_norm_eps,
+            qkv_bias=qkv_bias,
+            output_bias=output_bias,
+            qk_norm=qk_norm,
+        )
 
     @property
     def num_heads(self) -> int:

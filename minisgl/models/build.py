@@ -9,8 +9,9 @@ from typing import Literal
 import torch
 
 from minisgl.distributed.communicator import Communicator, SingleCommunicator
+from minisgl.kernel.device import make_ops, make_pack
 from minisgl.layers.context import BuildContext
-from minisgl.layers.device import default_moe, make_ops, make_pack
+from minisgl.moe.base import default_experts
 
 from .base import CausalLM
 from .config import ModelConfig
@@ -45,7 +46,7 @@ def build_model(
         comm=comm or SingleCommunicator(),
         ops=make_ops(device, dtype),
         pack=make_pack(device, dtype, deterministic),
-        moe_backend=moe_backend or default_moe(device, deterministic),
+        moe_backend=moe_backend or default_experts(device, deterministic),
         max_positions=max_positions or config.max_context,
     )
     model = model_class(config.architecture)(config, context).eval()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.layers.attention import Attention
 from minisgl.layers.mlp import GatedMLP
 
 from .base import CausalLM, DecoderLayer
@@ -13,6 +12,6 @@ from .base import CausalLM, DecoderLayer
 class Qwen2ForCausalLM(CausalLM):
     def make_layer(self, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
         config, context = self.config, self.context
-        attention = Attention(config, index, cos_sin, context, qkv_bias=True)
+        attention = self.make_attention(index, cos_sin, qkv_bias=True)
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, False, context)
         return DecoderLayer(config, attention, mlp, context)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from minisgl.layers.attention import Attention
 from minisgl.layers.mlp import GatedMLP
 
 from .base import CausalLM, DecoderLayer
@@ -14,6 +13,6 @@ class Qwen3ForCausalLM(CausalLM):
     def make_layer(self, index: int, cos_sin: torch.Tensor) -> DecoderLayer:
         config, context = self.config, self.context
         bias = config.attention_bias
-        attention = Attention(config, index, cos_sin, context, qkv_bias=bias, output_bias=bias, qk_norm=True)
+        attention = self.make_attention(index, cos_sin, qkv_bias=bias, output_bias=bias, qk_norm=True)
         mlp = GatedMLP(config.hidden_size, config.intermediate_size, False, context)
         return DecoderLayer(config, attention, mlp, context)

@@ -15,7 +15,7 @@ ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeConfig:
-    """See layers/rotary.py for what each kind makes of these. Lengths are in tokens."""
+    """See models/rope.py for what each kind makes of these. Lengths are in tokens."""
 
     kind: str
     theta: float

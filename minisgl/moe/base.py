@@ -7,8 +7,8 @@ from importlib import import_module
 
 import torch
 
-from ..layers.ops import Ops
-from ..layers.weight import Pack
+from ..kernel.ops import Ops
+from ..kernel.weight import Pack
 
 BACKENDS = {
     "torch": ("torch_experts", "TorchExperts"),
@@ -71,6 +71,13 @@ def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tens
     if normalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return weights, experts
+
+
+def default_experts(device: torch.device, deterministic: bool = False) -> str:
+    """The backend that serves a device."""
+    if device.type == "cuda":
+        return "triton-deterministic" if deterministic else "triton"
+    return "torch"
 
 
 def experts_class(name: str) -> type[Experts]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..layers.ops import Ops
-from ..layers.weight import Pack
+from ..kernel.ops import Ops
+from ..kernel.weight import Pack
 from .base import Experts
 
 

@@ -6,13 +6,13 @@ from typing import ClassVar
 
 import torch
 
+from ..kernel.ops import Ops
 from ..kernel.triton.grouped_gemm import combine, fixed_grouped_config, grouped_gemm
 from ..kernel.triton.launch import supports_pdl
 from ..kernel.triton.moe_routing import assign, choose, route
 from ..kernel.triton.one_row import one_row_linear
 from ..kernel.triton.weighted_experts import weighted_experts
-from ..layers.ops import Ops
-from ..layers.weight import Pack
+from ..kernel.weight import Pack
 from .base import FusingExperts
 
 

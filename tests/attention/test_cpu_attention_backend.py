@@ -6,11 +6,12 @@ import pytest
 import torch
 from model_driver import make_batch, make_forward_batch
 
-from minisgl.attention.base import AttentionSpec, BackendConfig
+from minisgl.attention.base import BackendConfig
 from minisgl.attention.cpu import CpuAttention
 from minisgl.attention.torch_reference import TorchAttention
+from minisgl.kernel.attention_spec import AttentionSpec
+from minisgl.kernel.ops import Ops
 from minisgl.kvcache.device_pool import KVPool
-from minisgl.layers.ops import Ops
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE, ROWS = 6, 2, 24, 64, 4, 4

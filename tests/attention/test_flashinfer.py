@@ -17,12 +17,13 @@ import pytest
 import torch
 from model_driver import int32, make_batch, make_forward_batch
 
-from minisgl.attention.base import AttentionSpec, BackendConfig
+from minisgl.attention.base import BackendConfig
 from minisgl.attention.forward_batch import ForwardBatch, HostPlan
 from minisgl.attention.registry import make_backend
 from minisgl.attention.torch_reference import TorchAttention, attend
+from minisgl.kernel.attention_spec import AttentionSpec
+from minisgl.kernel.ops import Ops
 from minisgl.kvcache.device_pool import KVPool
-from minisgl.layers.ops import Ops
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 ROWS, KV_HEADS = 5, 2

@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from model_driver import make_batch, make_forward_batch
 
-from minisgl.attention.base import AttentionSpec, BackendConfig
+from minisgl.attention.base import BackendConfig
 from minisgl.attention.registry import BACKENDS, make_backend
 from minisgl.attention.torch_reference import TorchAttention
+from minisgl.kernel.attention_spec import AttentionSpec
+from minisgl.kernel.ops import Ops
 from minisgl.kvcache.device_pool import KVPool
-from minisgl.layers.ops import Ops
 
 CPU = torch.device("cpu")
 DIM, PAGES, ROWS = 16, 64, 5

@@ -214,7 +214,7 @@ def test_a_request_that_resumes_on_many_pages_at_once(engine: TorchEngine, no_cu
 def triton_on_cpu(no_cuda: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What computes on a GPU, in Triton's interpreter."""
     monkeypatch.setitem(BACKENDS, "triton", ("triton", "TritonAttention", ("cpu",)))
-    for name in ("make_pack", "default_moe"):
+    for name in ("make_pack", "default_experts"):
         choose = getattr(build, name)
         monkeypatch.setattr(build, name, lambda _, *rest, choose=choose: choose(torch.device("cuda"), *rest))
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from minisgl.layers.ops import Ops
+from minisgl.kernel.ops import Ops
 
 WIDTHS = [1, 7, 16, 64, 100, 576, 1031]
 

@@ -16,7 +16,7 @@ os.environ["TRITON_INTERPRET"] = "0"
 import torch
 from offline_sm90 import OfflineDriver, install
 
-from minisgl.attention.base import AttentionSpec
+from minisgl.kernel.attention_spec import AttentionSpec
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.all_reduce import PROGRAMS, all_reduce
 from minisgl.kernel.triton.decode_attention import DecodeWorkspace, FusedQKV, decode_attention

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl.attention.base import AttentionSpec
 from minisgl.attention.torch_reference import attend
+from minisgl.kernel.attention_spec import AttentionSpec
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 """Allowed error, relative to the norm of the reference."""

@@ -11,8 +11,8 @@ from minisgl.attention.base import BackendConfig
 from minisgl.attention.forward_batch import ForwardBatch, HostPlan, token_slots
 from minisgl.attention.torch_reference import TorchAttention
 from minisgl.attention.triton import TritonAttention
+from minisgl.kernel.ops import Ops
 from minisgl.kvcache.device_pool import KVPool
-from minisgl.layers.ops import Ops
 
 ROWS = 4
 

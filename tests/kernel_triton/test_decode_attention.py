@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers_triton import Paged, assert_close, dtypes, make_spec, poison, randn
 
+from minisgl.kernel.ops import Ops
 from minisgl.kernel.triton.decode_attention import DecodeConfig, DecodeWorkspace, FusedQKV, decode_attention
-from minisgl.layers.ops import Ops
 
 LENGTHS = [1, 37, 16, 90, 3]
 GPU_LENGTHS = [1, 1000, 16, 4000, 517, 64, 65, 8191]

@@ -6,11 +6,11 @@ import pytest
 import torch
 from helpers_triton import assert_close, dtypes, randn
 
+from minisgl.kernel.ops import Ops
 from minisgl.kernel.triton.grouped_gemm import GroupedConfig, grouped_gemm, most_blocks
 from minisgl.kernel.triton.moe_routing import assign, choose
 from minisgl.kernel.triton.moe_routing import route as triton_route
-from minisgl.layers.ops import Ops
-from minisgl.layers.weight import PlainWeight
+from minisgl.kernel.weight import PlainWeight
 from minisgl.moe.base import route
 from minisgl.moe.torch_experts import TorchExperts
 from minisgl.moe.triton_experts import DeterministicTritonExperts, TritonExperts

@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from helpers_triton import assert_close, dtypes, randn
 
+from minisgl.kernel.ops import Ops
 from minisgl.kernel.triton.few_rows import FewRowsConfig, few_rows_config, few_rows_linear, fixed_few_rows_config
 from minisgl.kernel.triton.launch import power_of_2
-from minisgl.layers.ops import Ops
 
 OPS = Ops()
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers_triton import assert_close, dtypes, make_spec, randn
 
+from minisgl.kernel.ops import Ops
 from minisgl.kernel.triton.activation import silu_and_mul
 from minisgl.kernel.triton.norm import add_rms_norm, rms_norm
 from minisgl.kernel.triton.rope import norm_rope_store
-from minisgl.layers.ops import Ops
 
 OPS = Ops()
 

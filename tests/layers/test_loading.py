@@ -8,12 +8,12 @@ from torch import nn
 
 from minisgl.distributed.communicator import SingleCommunicator
 from minisgl.distributed.sharding import HeadShards, Shard
+from minisgl.kernel.ops import Ops
+from minisgl.kernel.weight import PlainWeight
 from minisgl.layers.context import BuildContext
 from minisgl.layers.embedding import Embedding, TiedHead
 from minisgl.layers.linear import ColumnLinear, QKVLinear, RowLinear
 from minisgl.layers.loading import LoadPlan
-from minisgl.layers.ops import Ops
-from minisgl.layers.weight import PlainWeight
 
 Checkpoint = dict[str, torch.Tensor]
 

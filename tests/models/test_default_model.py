@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from minisgl.distributed.communicator import SingleCommunicator
+from minisgl.kernel.ops import Ops
+from minisgl.kernel.weight import PlainWeight
 from minisgl.layers.context import BuildContext
 from minisgl.layers.loading import LoadPlan
-from minisgl.layers.ops import Ops
-from minisgl.layers.weight import PlainWeight
 from minisgl.models.build import model_class
 from minisgl.models.config import ModelConfig
 from minisgl.models.gguf import tensors_in_gguf

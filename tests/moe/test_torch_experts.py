@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from minisgl.kernel.cpu import load
-from minisgl.layers.device import make_pack
-from minisgl.layers.ops import Ops
-from minisgl.layers.weight import Pack, PlainWeight
+from minisgl.kernel.device import make_pack
+from minisgl.kernel.ops import Ops
+from minisgl.kernel.weight import Pack, PlainWeight
 from minisgl.moe.base import experts_class, route
 from minisgl.moe.torch_experts import TorchExperts
 

@@ -1,4 +1,4 @@
-"""The product of a gate and its activation in gated MLPs. Reference: :meth:`minisgl.layers.ops.Ops.silu_and_mul`."""
+"""The product of a gate and its activation in gated MLPs. Reference: :meth:`minisgl.kernel.ops.Ops.silu_and_mul`."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 import torch

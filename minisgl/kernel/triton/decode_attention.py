@@ -15,7 +15,7 @@ from .decode_plan import Cut, plan_decode, plan_size
 from .launch import num_sms, offset_type, power_of_2
 
 if TYPE_CHECKING:
-    from ...attention.base import AttentionSpec
+    from ..attention_spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)

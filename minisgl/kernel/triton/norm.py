@@ -1,6 +1,6 @@
 """RMS norm, alone or with the addition to the residual stream before it. Memory-bound: one read, one write.
 
-The reference is :class:`minisgl.layers.ops.Ops`: float32 inside, rounded to the type of ``x`` before the weight.
+The reference is :class:`minisgl.kernel.ops.Ops`: float32 inside, rounded to the type of ``x`` before the weight.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
-from ...layers.ops import Ops
+from ..ops import Ops
 from .activation import silu_mul
 from .launch import Launcher, power_of_2, wait_for_previous
 

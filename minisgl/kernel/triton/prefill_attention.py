@@ -27,7 +27,7 @@ from .launch import Launcher, offset_type, power_of_2, wait_for_previous
 from .pages import page_slots
 
 if TYPE_CHECKING:
-    from ...attention.base import AttentionSpec
+    from ..attention_spec import AttentionSpec
 
 
 @dataclass(frozen=True, slots=True)

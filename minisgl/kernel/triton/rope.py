@@ -18,7 +18,7 @@ import triton.language as tl
 from .launch import Launcher, power_of_2, wait_for_previous
 
 if TYPE_CHECKING:
-    from ...attention.base import AttentionSpec
+    from ..attention_spec import AttentionSpec
 
 
 @triton.jit

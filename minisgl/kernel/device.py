@@ -152,12 +152,5 @@ def make_pack(device: torch.device, dtype: torch.dtype, deterministic: bool = Fa
     return PlainWeight if kernels is None else kernels.pack
 
 
-def default_moe(device: torch.device, deterministic: bool = False) -> str:
-    """The backend of the experts."""
-    if device.type == "cuda":
-        return "triton-deterministic" if deterministic else "triton"
-    return "torch"
-
-
 def _cpu_kernels(device: torch.device, dtype: torch.dtype) -> CpuKernels | None:
     return load_cpu_kernels() if device.type == "cpu" and dtype == torch.float32 else None

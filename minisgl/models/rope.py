@@ -16,7 +16,7 @@ import math
 
 import torch
 
-from minisgl.models.rope_config import RopeConfig
+from .rope_config import RopeConfig
 
 
 def rope_table(rope: RopeConfig, num_positions: int, device: torch.device) -> torch.Tensor:

@@ -4,9 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl.layers.device import make_ops, make_pack
-from minisgl.layers.ops import Ops
-from minisgl.layers.weight import PlainWeight
+from minisgl.kernel.device import make_ops, make_pack
+from minisgl.kernel.ops import Ops
+from minisgl.kernel.weight import PlainWeight
 
 CPU = torch.device("cpu")
 

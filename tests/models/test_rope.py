@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl.layers.ops import Ops
-from minisgl.layers.rotary import rope_frequencies, rope_table
+from minisgl.kernel.ops import Ops
+from minisgl.models.rope import rope_frequencies, rope_table
 from minisgl.models.rope_config import RopeConfig
 
 HEAD_DIM, MAX_POSITION = 64, 512
