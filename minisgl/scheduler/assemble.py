@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl.core import PENDING, Batch, Bool, Int32, Penalties, Sampling, TableUpdate
+from minisgl.utils.uniform import uniforms
 
 from .rows import Rows
-from .uniform import uniforms
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ import numpy as np
 
 from minisgl.core import PENDING, BatchResult, Bool, Engine, FinishReason, InFlight, Int32
 from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, ErrorInfo, UserMsg, pack_ids, unpack_ids
+from minisgl.utils.uniform import stream_key
 
 from .assemble import Step, assemble
 from .config import SchedulerConfig
@@ -17,7 +18,6 @@ from .queue import WaitingQueue
 from .request import NO_ROW, Req, text_params
 from .rows import Rows
 from .stats import Stats
-from .uniform import stream_key
 
 
 class Scheduler:
