@@ -70,11 +70,11 @@ class SafeTensor:
 def safetensors_in(directory: Path) -> list[SafeTensor]:
     """All tensors of the checkpoint in ``directory``, shard after shard.
 
-    Raises :class:`WeightError` where a file is missing or damaged, or a tensor has another dtype than float32, float16
-    or bfloat16.
+    Raises :class:`WeightError` where a file is missing or damaged, two have a tensor of the same name, or a tensor has
+    another dtype than float32, float16 or bfloat16.
     """
     files = _OpenFiles()
-    tensors = []
+    tensors: dict[str, SafeTensor] = {}
     for path in _shards(directory):
         file = _open(path)
         for name in file.keys():  # noqa: SIM118 (safe_open is no mapping)
@@ -84,9 +84,14 @@ def safetensors_in(directory: Path) -> list[SafeTensor]:
                 raise WeightError(
                     f"{path}: {name} is {dtype}; supported are safetensors in {', '.join(DTYPE_BYTES)}, and GGUF files."
                 )
+            if name in tensors:
+                raise WeightError(
+                    f"{tensors[name].path.name} and {path.name} in {directory} both have {name}; "
+                    "keep the files of one checkpoint there."
+                )
             files.expect(path)
-            tensors.append(SafeTensor(name, shape, prod(shape) * DTYPE_BYTES[dtype], path, files))
-    return tensors
+            tensors[name] = SafeTensor(name, shape, prod(shape) * DTYPE_BYTES[dtype], path, files)
+    return list(tensors.values())
 
 
 def _shards(directory: Path) -> list[Path]:

@@ -156,6 +156,13 @@ def test_missing_and_damaged_files(tiny: Callable[[str], Tiny], tmp_path: Path) 
         build(tmp_path)
 
 
+def test_files_of_two_checkpoints(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    path = rewrite(tiny("llama"), tmp_path, lambda tensors: None)
+    (path / "pytorch_copy.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    with pytest.raises(WeightError, match=r"model\.safetensors and pytorch_copy\.safetensors in .* both have .*keep"):
+        build(path)
+
+
 @pytest.mark.parametrize("weight_map", [{"a": 3}, {"a": None}, {"a": ""}, [], "x"])
 def test_an_index_of_nonsense(tiny: Callable[[str], Tiny], tmp_path: Path, weight_map: Any) -> None:
     rewrite(tiny("llama"), tmp_path, lambda tensors: None)
