@@ -9,6 +9,8 @@ flight, so with two of each buffer the one that step k uses has been free since 
 
 from __future__ import annotations
 
+import gc
+import traceback
 from collections.abc import Callable
 
 import torch
@@ -61,7 +63,11 @@ class CudaRunner:
             max_bs = min(cuda_graph_max_bs, self.info.max_running_req)
             try:
                 self._graphs = StepGraphs(self._runner, max_bs, progress) if max_bs else None
-            except BaseException:
+            except BaseException as error:
+                # NCCL would wait for ever for the last graph that holds a collective, and the frames of what has failed
+                # hold the graphs that are there already.
+                traceback.clear_frames(error.__traceback__)
+                gc.collect()
                 self._runner.comm.close()
                 raise
         table = self._runner.state.page_table

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from minisgl.attention.cpu import CpuAttention
 from minisgl.attention.forward_batch import ForwardBatch
 from minisgl.attention.registry import BACKENDS
 from minisgl.core import SamplingParams
+from minisgl.distributed.communicator import SingleCommunicator
 from minisgl.engine import cuda_graph, cuda_runner, graph_inputs, mixed_graph, staging
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.cuda_graph import ladder
@@ -30,13 +32,17 @@ from minisgl.engine.load import load
 from minisgl.engine.mixed_graph import buckets
 from minisgl.engine.staging import Staging
 from minisgl.models import build
+from minisgl.utils.progress import Progress, silent
 
 CPU = torch.device("cpu")
 
 
 class FakeGraph:
+    alive: ClassVar[WeakSet[FakeGraph]] = WeakSet()
+
     def __init__(self, function: Callable[[], Any], result: Any) -> None:
         self.function, self.result, self.replays = function, result, 0
+        self.alive.add(self)
 
     def replay(self) -> None:
         self.replays += 1
@@ -84,13 +90,16 @@ def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 class EmulatedEngine:
     """As TorchEngine on a GPU."""
 
-    def __init__(self, model: Path, max_bs: int, **changes: Any) -> None:
+    def __init__(self, model: Path, max_bs: int, progress: Progress = silent, **changes: Any) -> None:
         defaults = {"device": "cpu", "num_pages": 120, "page_size": 4, "max_running_req": 6}
         config = EngineConfig(model_path=model, **defaults | changes)
         self.told: list[str] = []
-        self._runner = CudaRunner(
-            CPU, lambda: load(config, CPU, lambda *_: None, None), max_bs, lambda what, fraction: self.told.append(what)
-        )
+
+        def tell(what: str, fraction: float | None) -> None:
+            self.told.append(what)
+            progress(what, fraction)
+
+        self._runner = CudaRunner(CPU, lambda: load(config, CPU, silent, None), max_bs, tell)
         self.info = self._runner.info
         self.launch = self._runner.launch
         self.close = self._runner.close
@@ -124,6 +133,26 @@ def test_graphs_answer_like_the_cpu(engine: TorchEngine, emulated: EmulatedEngin
         assert 0 < emulated.replays() < stats.steps
         assert emulated.replays() + emulated.mixed_replays() == stats.steps
         assert "capturing CUDA graphs" in emulated.told
+
+
+def test_no_graph_outlives_a_start_that_fails(no_cuda: None, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The group of ranks is left then, and NCCL waits for the graphs that hold its collectives."""
+    seen: list[int] = []
+
+    def close(comm: SingleCommunicator) -> None:
+        seen.append(len(FakeGraph.alive))
+
+    def fail(what: str, fraction: float | None) -> None:
+        if what == "capturing CUDA graphs" and fraction:
+            seen.append(len(FakeGraph.alive))
+            raise KeyboardInterrupt
+
+    FakeGraph.alive.clear()
+    monkeypatch.setattr(SingleCommunicator, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        EmulatedEngine(tiny_model, 4, fail)
+    assert seen[0] > 0
+    assert seen[1:] == [0]
 
 
 @pytest.mark.parametrize("presence", [0.0, 1.0])
