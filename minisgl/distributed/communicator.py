@@ -10,10 +10,16 @@ import torch
 
 
 class RankWatch(Protocol):
-    """Whoever knows whether the processes of the other ranks are alive."""
+    """Whoever knows whether the processes of the other ranks are alive, and ends them in the end."""
 
     def check(self) -> None:
-        """Raises RuntimeError, which names the rank and how it ended, when one is gone."""
+        """Raises RuntimeError, which names the rank and how it ended, when one is gone. For use in loops that wait: it
+        may raise KeyboardInterrupt too.
+        """
+        ...
+
+    def on_end(self, act: Callable[[], None]) -> None:
+        """Has ``act`` called when all of them have ended."""
         ...
 
     def on_loss(self, act: Callable[[], None]) -> None:

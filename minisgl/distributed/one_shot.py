@@ -24,7 +24,7 @@ T = TypeVar("T")
 class OneShot:
     """The all-reduce of :mod:`minisgl.kernel.triton.all_reduce`, for one stream of this rank.
 
-    ``memory`` holds the inboxes, for tensors of ``inbox`` bytes, and goes with it.
+    ``memory`` holds the inboxes, for tensors of ``inbox`` bytes.
     """
 
     def __init__(self, rank: int, memory: PeerMemory, inbox: int, device: torch.device) -> None:
@@ -52,17 +52,32 @@ class OneShot:
         self._memory.close()
 
 
-def make_one_shot(group: dist.ProcessGroup, device: torch.device) -> OneShot | None:
+def make_one_shot(
+    group: dist.ProcessGroup, device: torch.device, on_end: Callable[[Callable[[], None]], None]
+) -> OneShot | None:
     """None, on all ranks, where one of them cannot share its memory; the log says so once.
 
-    Nobody writes before all have opened the memory of all.
+    ``on_end`` has something called when the processes of all other ranks have ended. Each step is taken by all ranks or
+    by none, and nobody writes before all have taken the last one.
     """
     rank, world_size = group.rank(), group.size()
     inbox = _LARGEST // (world_size - 1) // 16 * 16
     memory = PeerMemory(device, memory_bytes(world_size, inbox))
-    offers = _on_all_ranks(memory.offer, group)
-    if offers is not None and _on_all_ranks(lambda: memory.take(offers, rank), group) is not None:
-        return OneShot(rank, memory, inbox, device)
+    on_end(memory.free)
+    one_shots: list[OneShot] = []
+    try:
+        offers = _on_all_ranks(memory.offer, group)
+        if offers is not None:
+
+            def take() -> None:
+                memory.take(offers, rank)
+                one_shots.append(OneShot(rank, memory, inbox, device))
+
+            if _on_all_ranks(take, group) is not None:
+                return one_shots[0]
+    except BaseException:
+        memory.close()
+        raise
     memory.close()
     return None
 

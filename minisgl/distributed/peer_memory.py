@@ -11,7 +11,8 @@ import torch
 class PeerMemory:
     """``size`` bytes of each rank, all zero. Every rank makes an offer, then takes those of all.
 
-    Both raise RuntimeError, or ImportError, where the machine cannot do it; :meth:`close` is right after either.
+    Both raise RuntimeError where the machine cannot do it. What a rank has offered may be freed only when no other has
+    it open any more: :meth:`close` ends this rank's use of the others' memory, :meth:`free` is for the end of theirs.
     """
 
     def __init__(self, device: torch.device, size: int) -> None:
@@ -24,8 +25,7 @@ class PeerMemory:
 
     def offer(self) -> bytes:
         """Allocates this rank's part. What comes back opens it in another process, on this host."""
-        from cuda.bindings import driver
-
+        driver = _driver()
         with torch.cuda.device(self._device):
             torch.cuda.synchronize()  # the driver's functions want a context, which torch makes when it needs one
             # Not by torch: a handle opens a whole allocation, and torch would cut several tensors from one.
@@ -36,8 +36,7 @@ class PeerMemory:
 
     def take(self, offers: list[bytes], rank: int) -> None:
         """Opens the ``offers`` of all ranks, of which this one is ``rank``."""
-        from cuda.bindings import driver
-
+        driver = _driver()
         assert self._own is not None
         with torch.cuda.device(self._device):
             for other, offer in enumerate(offers):
@@ -49,16 +48,26 @@ class PeerMemory:
         self.addresses = [*self._others[:rank], self._own, *self._others[rank:]]
 
     def close(self) -> None:
-        """Nothing may be running that uses it."""
-        if self._own is None:
-            return
-        from cuda.bindings import driver
+        """Nothing may be running here that uses it. Safe to call twice."""
+        while self._others:
+            with torch.cuda.device(self._device):
+                _call(_driver().cuIpcCloseMemHandle, self._others.pop())
 
-        with torch.cuda.device(self._device):
-            for address in self._others:
-                _call(driver.cuIpcCloseMemHandle, address)
-            _call(driver.cuMemFree, self._own)
-        self._own, self._others = None, []
+    def free(self) -> None:
+        """Frees this rank's part, which no other process may have open any more. Safe to call twice."""
+        own, self._own = self._own, None
+        if own is not None:
+            with torch.cuda.device(self._device):
+                _call(_driver().cuMemFree, own)
+
+
+def _driver() -> Any:
+    # It comes with torch for NVIDIA GPUs, and is loaded where there is one.
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        raise RuntimeError("cuda-bindings is missing: pip install 'minisgl[cuda]' brings it") from None
+    return driver
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:

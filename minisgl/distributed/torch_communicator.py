@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +57,10 @@ def _meet(rank: int, world_size: int, rendezvous: Path, watch: RankWatch | None,
             raise RuntimeError(f"Rank {', '.join(map(str, missing))} did not come within {timeout:g} s.")
         time.sleep(_POLL)
     return store
+
+
+def _ignore(act: Callable[[], None]) -> None:
+    pass
 
 
 # torch 2.13 renames it, and warns on every call of the old name.
@@ -111,8 +116,10 @@ class TorchCommunicator(Communicator):
             from .one_shot import make_one_shot
 
             assert dist.group.WORLD is not None
+            # Without a watch this is a process of its own, whose end frees all.
+            on_end = _ignore if watch is None else watch.on_end
             try:
-                self._one_shot = make_one_shot(dist.group.WORLD, device)
+                self._one_shot = make_one_shot(dist.group.WORLD, device, on_end)
                 if self._aborted:
                     raise RuntimeError("Another rank has gone while the ranks met.")
             except BaseException:
@@ -154,9 +161,11 @@ class TorchCommunicator(Communicator):
     def close(self) -> None:
         # Leaving an NCCL group properly waits for all others to leave it too.
         self.abort()
-        if self._one_shot is not None:
-            torch.cuda.synchronize(self.device)  # until no kernel reads what goes now
-            self._one_shot.close()
-            self._one_shot = None
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        try:
+            if self._one_shot is not None:
+                torch.cuda.synchronize(self.device)  # until no kernel reads what goes now
+                self._one_shot.close()
+                self._one_shot = None
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, overload
@@ -92,27 +92,25 @@ class LLM:
         args = check_options(ServerArgs(model=model, **options))
         path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
         seed = random.getrandbits(63) if args.seed is None else args.seed
-        with contextlib.ExitStack() as stack:
-            ranks = None
+        self._ranks: FollowerRanks | None = None
+        with interrupts_held_back() as hear_interrupt, contextlib.ExitStack() as stack:
             if args.tp > 1:
-                with interrupts_held_back():
-                    ranks = FollowerRanks(args, path, seed)
-                    stack.callback(ranks.close)
-            self._ranks = ranks
-            addresses = ranks.addresses if ranks else Addresses(directory="")
+                self._ranks = FollowerRanks(args, path, seed, hear_interrupt)
+                stack.callback(self._ranks.close)
+            addresses = self._ranks.addresses if self._ranks else Addresses(directory="")
             rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
-            with self._naming_the_dead(), self._in_one_piece() as hear_interrupt:
 
-                def at_a_good_moment(what: str, fraction: float | None) -> None:
-                    hear_interrupt()
-                    progress(what, fraction)
+            def at_a_good_moment(what: str, fraction: float | None) -> None:
+                hear_interrupt()
+                progress(what, fraction)
 
-                engine = TorchEngine(engine_config(rank_config), at_a_good_moment, watch=ranks)
-                stack.callback(engine.close)
-            if ranks:
-                ranks.wait_ready()
+            with self._naming_the_dead():
+                engine = TorchEngine(engine_config(rank_config), at_a_good_moment, watch=self._ranks)
+            stack.callback(engine.close)
+            if self._ranks:
+                self._ranks.wait_ready()
             self._tokenizer = load_tokenizer(path)
-            self._io = LocalIO(Detokenizer(self._tokenizer), ranks.inboxes if ranks else ())
+            self._io = LocalIO(Detokenizer(self._tokenizer), self._ranks.inboxes if self._ranks else ())
             config = SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=seed)
             self._scheduler = Scheduler(engine, self._io, config)
             self.engine_info: EngineInfo = engine.info
@@ -189,7 +187,8 @@ class LLM:
     def close(self) -> None:
         """Frees the model and everything else. Safe to call twice."""
         self._closed = True
-        self._closing.close()
+        with interrupts_held_back():
+            self._closing.close()
 
     def __enter__(self) -> Self:
         return self
@@ -271,7 +270,7 @@ class LLM:
     def _step(self) -> bool:
         """One turn of the scheduler. From the loss of a rank on, what comes back is garbage and nobody must see it."""
         self._check_open()
-        with self._naming_the_dead(), self._in_one_piece():
+        with self._naming_the_dead(), interrupts_held_back():
             more = self._scheduler.step()
         if self._ranks:
             self._ranks.check()
@@ -281,10 +280,6 @@ class LLM:
                 if reply.finish is not None or reply.error is not None:
                     self._open.discard(reply.uid)
         return more
-
-    def _in_one_piece(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
-        """Around what all ranks do together. Calling what it gives hears Ctrl-C before the end."""
-        return interrupts_held_back() if self._ranks else contextlib.nullcontext(lambda: None)
 
     @contextlib.contextmanager
     def _naming_the_dead(self) -> Generator[None]:

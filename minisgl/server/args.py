@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, NoReturn, get_args
@@ -81,9 +82,15 @@ def check_options(args: ServerArgs) -> ServerArgs:
             if not isinstance(value, bool):
                 raise ValueError(f"{f.name} must be True or False, not {value!r}.")
             flags += [_flag(f.name)] if value else []
-        elif value is not None:
+        elif value is not None or f.default is not None:
+            if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+                raise ValueError(f"{f.name} must not be {value!r}.")
             flags.append(f"{_flag(f.name)}={value}")
-    namespace = _build_parser(_OptionParser).parse_args(flags)
+    try:
+        namespace = _build_parser(exit_on_error=False).parse_args(flags)
+    except argparse.ArgumentError as error:
+        name = str(error.argument_name).removeprefix("--").replace("-", "_")
+        raise ValueError(f"{name} {error.message}") from None
     return ServerArgs(**vars(namespace))
 
 
@@ -94,16 +101,8 @@ def _flag(name: str) -> str:
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         # argparse would print the whole usage first, and the one line that matters would drown in it.
-        self.exit(2, f"{self.prog}: {self.line(message)}\n")
-
-    def line(self, message: str) -> str:
-        return message.removeprefix("argument ").replace(": must", " must", 1)
-
-
-class _OptionParser(_Parser):
-    def error(self, message: str) -> NoReturn:
-        flag, _, problem = self.line(message).partition(" ")
-        raise ValueError(f"{flag.removeprefix('--').replace('-', '_')} {problem}")
+        line = message.removeprefix("argument ").replace(": must", " must", 1)
+        self.exit(2, f"{self.prog}: {line}\n")
 
 
 def _unknown_argument(argument: str) -> str:
@@ -162,11 +161,12 @@ def _text(text: str) -> str:
     return text
 
 
-def _build_parser(kind: type[_Parser] = _Parser) -> _Parser:
-    parser = kind(
+def _build_parser(*, exit_on_error: bool = True) -> _Parser:
+    parser = _Parser(
         prog="minisgl",
         description="Serves a language model through an OpenAI-compatible API.",
         allow_abbrev=False,
+        exit_on_error=exit_on_error,
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=34, width=110),
     )
     default = ServerArgs()

@@ -59,6 +59,23 @@ def ending_signals() -> list[signal.Signals]:
     return [s for s in HELD_SIGNALS if s != signal.SIGHUP or signal.getsignal(s) is not signal.SIG_IGN]
 
 
+def start_worker(name: str, log_level: str, entry: Callable[..., None], *args: Any) -> Worker:
+    """Runs ``entry(*args, reporter)`` in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    # Outside of the signal mask, which starting the tracker would undo.
+    resource_tracker.ensure_running()
+    ours, theirs = context.Pipe()
+    process = context.Process(
+        target=run_worker,
+        args=(entry, args, name, theirs, os.getpid(), log_level),
+        name=f"minisgl {name}",
+        daemon=True,
+    )
+    with theirs, _signals_held():  # the worker's end is the worker's alone, so that its death closes the pipe
+        process.start()
+    return Worker(name, process, ours)
+
+
 class Supervisor:
     """Starts workers and waits for what happens. To be used from the main thread: the parent-death signal of a worker
     is tied to the thread that started it, and only the main thread may set signal handlers.
@@ -66,30 +83,17 @@ class Supervisor:
 
     def __init__(self, log_level: str) -> None:
         self._log_level = log_level
-        self._context = multiprocessing.get_context("spawn")
         self._signal_read, self._signal_write = os.pipe()
         os.set_blocking(self._signal_write, False)
         # Written to by the C handler: a Python one might not run before a wait that begins right now has ended.
         self._wakeup_before = signal.set_wakeup_fd(self._signal_write, warn_on_full_buffer=False)
         for signum in ending_signals():
             signal.signal(signum, _leave_it_to_the_pipe)
-        # Before the first worker and outside of our signal mask, which starting the tracker would undo.
-        resource_tracker.ensure_running()
         self.workers: list[Worker] = []
 
     def start(self, name: str, entry: Callable[..., None], *args: Any) -> Worker:
         """Runs ``entry(*args, reporter)`` in a process of its own."""
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=run_worker,
-            args=(entry, args, name, theirs, os.getpid(), self._log_level),
-            name=f"minisgl {name}",
-            daemon=True,
-        )
-        with _signals_held():
-            process.start()
-        theirs.close()  # the worker's end is the worker's alone, so that its death closes the pipe
-        worker = Worker(name, process, ours)
+        worker = start_worker(name, self._log_level, entry, *args)
         self.workers.append(worker)
         return worker
 

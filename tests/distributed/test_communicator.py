@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -40,10 +41,8 @@ def test_a_failed_meeting_does_not_spoil_the_next_one(tmp_path: Path) -> None:
 class HalfMemory:
     """Memory that every rank can offer, and that rank 1 cannot open."""
 
-    closed = False
-
     def __init__(self, device: torch.device, size: int) -> None:
-        self.size = size
+        self.open = True
 
     def offer(self) -> bytes:
         return b"here"
@@ -54,31 +53,47 @@ class HalfMemory:
             raise RuntimeError("no way from here")
 
     def close(self) -> None:
-        HalfMemory.closed = True
+        self.open = False
+
+    def free(self) -> None:
+        assert not self.open
 
 
-def no_shared_memory(comm: Communicator) -> tuple[bool, bool, list[str]]:
+def no_shared_memory(comm: Communicator) -> list[str]:
     """What becomes of the memory that GPUs share where there is none, as on CPUs, and where one rank cannot open it."""
     import torch.distributed as dist
 
     from minisgl.distributed import one_shot
 
     said: list[str] = []
+    at_end: list[Callable[[], None]] = []
     one_shot.logger.warning = lambda text, reason: said.append(reason)  # type: ignore[method-assign]
-    none = one_shot.make_one_shot(dist.group.WORLD, comm.device) is None
+    assert one_shot.make_one_shot(dist.group.WORLD, comm.device, at_end.append) is None
     one_shot.PeerMemory = HalfMemory  # type: ignore[misc, assignment]
-    half = one_shot.make_one_shot(dist.group.WORLD, comm.device) is None and HalfMemory.closed
-    return none, half, said
+    one_shot.OneShot = lambda *_: None  # type: ignore[misc, assignment]
+    assert one_shot.make_one_shot(dist.group.WORLD, comm.device, at_end.append) is None
+    # Rank 0 has opened it all and cannot use it.
+    one_shot.OneShot = None  # type: ignore[misc, assignment]
+    HalfMemory.take = lambda *_: None  # type: ignore[method-assign, assignment]
+    assert one_shot.make_one_shot(dist.group.WORLD, comm.device, at_end.append) is None
+    # The others are gone.
+    one_shot.dist.all_gather_object = lambda *_: (_ for _ in ()).throw(RuntimeError("gone"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="gone"):
+        one_shot.make_one_shot(dist.group.WORLD, comm.device, at_end.append)
+    assert len(at_end) == 4
+    for free in at_end:
+        free()
+    return said
 
 
 def test_ranks_that_share_no_memory_agree_on_it(tmp_path: Path) -> None:
-    (none, half, said), second = run_ranks(2, tmp_path, no_shared_memory)
-    assert none
-    assert half
-    assert second == (True, True, [])  # one rank speaks for all
+    said, by_the_other = run_ranks(2, tmp_path, no_shared_memory)
+    assert by_the_other == []  # one rank speaks for all
     assert "rank 0: " in said[0]
     assert "rank 1: " in said[0]
     assert said[1] == "rank 1: no way from here"
+    assert "not callable" in said[2]
+    assert len(said) == 3
 
 
 def second_rank(rendezvous: Path) -> None:

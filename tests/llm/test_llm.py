@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,10 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from tiny_models import make_reference
 
 from minisgl import LLM, SamplingParams
@@ -136,7 +137,7 @@ def test_an_unknown_option_is_a_type_error(model: Path) -> None:
         LLM(str(model), pagesize=4)
 
 
-@pytest.mark.parametrize("value", ["two", 0, 2.5, True])
+@pytest.mark.parametrize("value", ["two", 0, 2.5])
 def test_an_option_that_the_command_line_would_refuse_is_a_value_error(model: Path, value: object) -> None:
     with pytest.raises(ValueError, match=f"^tp must be an integer from 1 to 64, not '{value}'"):
         LLM(str(model), tp=value)
@@ -252,7 +253,8 @@ def test_the_death_of_a_rank_during_the_start_is_an_error(model: Path, seconds: 
     assert time.monotonic() - begin < 20
 
 
-def test_ctrl_c_is_heard_at_the_end_of_a_step() -> None:
+@pytest.mark.parametrize("error", [None, ValueError("torn")], ids=["", "error"])
+def test_ctrl_c_is_heard_at_the_end_of_a_step(error: Exception | None) -> None:
     """A rank that leaves a step halfway has sent messages to the others and does not launch what they launch."""
     done = []
 
@@ -261,6 +263,8 @@ def test_ctrl_c_is_heard_at_the_end_of_a_step() -> None:
             signal.raise_signal(signal.SIGINT)
             time.sleep(0.01)
             done.append(True)
+            if error is not None:
+                raise error
 
     with pytest.raises(KeyboardInterrupt):
         step()
@@ -268,35 +272,102 @@ def test_ctrl_c_is_heard_at_the_end_of_a_step() -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_goes_to_whoever_handles_it() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with interrupts_held_back() as hear:
+            signal.raise_signal(signal.SIGINT)
+            hear()  # which only knows what the usual handler does
+            assert not heard
+        assert heard == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def ranks_alive() -> list[psutil.Process]:
+    return [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+
+
 @pytest.mark.process
-@pytest.mark.parametrize("what", ["loading torch", "loading weights", "making room"])
-def test_ctrl_c_during_the_start_leaves_nothing_behind(model: Path, what: str) -> None:
+@pytest.mark.parametrize(("what", "not_reached"), [("loading torch", "loading weights"), ("loading weights", "making")])
+def test_ctrl_c_during_the_start_leaves_nothing_behind(model: Path, what: str, not_reached: str) -> None:
     """Ranks that have met are a group, of which a process can have one."""
+    reached: list[str] = []
 
     def interrupt(now: str, fraction: float | None) -> None:
+        reached.append(now)
         if now.startswith(what):
             os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8, progress=interrupt)
-    assert not [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    assert not any(now.startswith(not_reached) for now in reached)
+    assert not ranks_alive()
     with LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8) as two:
         assert two.generate("again", GREEDY).completion_tokens == 12
 
 
 @pytest.mark.process
-def test_ranks_of_which_one_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    start = multiprocessing.get_context("spawn").Process.start
+def test_ctrl_c_during_the_end_leaves_nothing_behind(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close = FollowerRanks.close
 
-    def second_fails(process: multiprocessing.Process) -> None:
-        if psutil.Process().children():
+    def interrupted(ranks: FollowerRanks) -> None:
+        signal.raise_signal(signal.SIGINT)
+        close(ranks)
+
+    monkeypatch.setattr(FollowerRanks, "close", interrupted)
+    two = LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8)
+    with pytest.raises(KeyboardInterrupt):
+        two.close()
+    assert not ranks_alive()
+    assert not torch.distributed.is_initialized()
+
+
+SLOW_RANK = """
+import os, signal, sys, threading, time
+if __name__ == "__main__":
+    from minisgl import LLM
+    def interrupt(what, fraction):
+        if what == "loading torch":
+            threading.Timer(0.5, os.killpg, (0, signal.SIGINT)).start()
+    begin = time.monotonic()
+    try:
+        LLM(sys.argv[1], tp=2, page_size=4, num_pages=64, max_running_req=8, progress=interrupt)
+    except KeyboardInterrupt:
+        print("interrupted after", time.monotonic() - begin)
+else:
+    time.sleep(20)
+"""
+
+
+@pytest.mark.process
+def test_the_ctrl_c_of_a_terminal_is_heard_while_a_rank_starts(model: Path, tmp_path: Path) -> None:
+    """It reaches every process of the group. Those that are about to become ranks must not die of it."""
+    script = tmp_path / "slow_rank.py"
+    script.write_text(SLOW_RANK)
+    command = [sys.executable, str(script), str(model)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, start_new_session=True)
+    assert done.stderr == ""
+    assert done.stdout.startswith("interrupted after ")
+    assert float(done.stdout.split()[-1]) < 15
+
+
+@pytest.mark.process
+def test_ranks_of_which_one_cannot_be_started_leave_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = SpawnProcess.start
+    started: list[SpawnProcess] = []
+
+    def second_fails(process: SpawnProcess) -> None:
+        if started:
             raise OSError("no more processes")
         start(process)
+        started.append(process)
 
-    monkeypatch.setattr("multiprocessing.context.SpawnProcess.start", second_fails)
+    monkeypatch.setattr(SpawnProcess, "start", second_fails)
     with pytest.raises(OSError, match="no more processes"):
         FollowerRanks(ServerArgs(model="none", tp=3), Path("none"), seed=0)
-    assert not [c for c in psutil.Process().children() if "spawn_main" in " ".join(c.cmdline())]
+    assert not started[0].is_alive()
 
 
 def talkative_rank(config: RankConfig, reporter: Reporter) -> None:

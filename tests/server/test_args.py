@@ -132,6 +132,9 @@ def test_options_are_checked_like_flags() -> None:
     assert check_options(given) == given
     assert check_options(ServerArgs(model=Path("/x"), tp="2")) == ServerArgs(model="/x", tp=2)  # type: ignore[arg-type]
     for name, value, problem in (
+        ("tp", True, "must not be True."),
+        ("dtype", None, "must not be None."),
+        ("model", b"x", "must not be b'x'."),
         ("deterministic", "yes", "must be True or False, not 'yes'."),
         ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, not 'int3'."),
         ("model", "", "must not be empty."),
