@@ -120,7 +120,8 @@ def row(what: str, value: float, unit: str, share: float | None = None) -> str:
 def offline_report(name: str, flags: str, output: str, limits: Limits) -> list[str]:
     found, model = last_json(output), Model.named(name)
     rate, limit = found["output_tok_per_s"], model.offline_limit(limits)
-    lines = [row(f"{name} offline{flags}", rate, "tok/s", rate / limit)]
+    name += flags
+    lines = [row(f"{name} offline", rate, "tok/s", rate / limit)]
     if "batch_1_ms_per_token" in found:
         each = found["batch_1_ms_per_token"]
         lines.append(row(f"{name} batch 1", each, "ms/token", model.token_limit(limits) * 1e3 / each))

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl.core import PENDING, Batch, BatchResult, Bool, EngineInfo, Float32, Int32, SamplingParams
-from minisgl.utils.uniform import UInt64, mix, uniforms
+from minisgl.uniform import UInt64, mix, uniforms
 
 Int64 = npt.NDArray[np.int64]
 
@@ -63,7 +63,7 @@ def expected_output(
 ) -> list[int]:
     """What a request must get: up to ``count`` tokens, up to the first one of ``stop``, up to a failure.
 
-    ``key`` is that of its random numbers (see :func:`minisgl.utils.uniform.stream_key`).
+    ``key`` is that of its random numbers (see :func:`minisgl.uniform.stream_key`).
     """
     tokens = np.array(prompt, dtype=np.int32)
     context = token_hashes(tokens, np.arange(len(tokens))).sum(keepdims=True)

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 class Attention(nn.Module):
     """Works on the residual stream (T, hidden_size), after ``norm``. ``heads`` are those of this rank.
 
-    ``cos_sin`` is the rope table, one tensor that all layers share; ``qk_norm``: each head of q and k is normed.
+    ``layer`` is its index in the KV pool; ``cos_sin`` the rope table, one tensor that all layers share; with
+    ``sliding_window`` W a token sees the last W, itself included. ``qk_norm``: each head of q and k is normed, with
+    ``norm_eps``.
     """
 
     def __init__(

@@ -17,8 +17,11 @@ from .norm import RMSNorm
 
 
 class SparseMoE(nn.Module):
-    """Works on the residual stream (T, hidden_size), after ``norm``. Every rank has its part of the inner dimension of
-    all experts."""
+    """Works on the residual stream (T, hidden_size), after ``norm``.
+
+    ``intermediate_size`` is that of an expert; every rank has its part of it, of all experts. With ``norm_topk_prob``
+    the weights of a token's choices sum to 1.
+    """
 
     def __init__(
         self,

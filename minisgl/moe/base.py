@@ -45,7 +45,7 @@ class FusingExperts(Experts):
 
     @abstractmethod
     def fuses(self, rows: int) -> bool:
-        """Whether it is for so many rows."""
+        """Whether :meth:`fused` serves so many rows, and is faster."""
 
     @abstractmethod
     def fused(
@@ -59,7 +59,10 @@ class FusingExperts(Experts):
         eps: float,
         residual: torch.Tensor | None,
     ) -> torch.Tensor:
-        """:meth:`forward_routed` of ``rms_norm(x)``, whose weight is ``norm``, then ``+ residual``."""
+        """:meth:`forward_routed` of ``rms_norm(x)``, whose weight is ``norm``, then ``+ residual``.
+
+        ``x`` and ``residual`` are (T, H), ``logits`` (T, E). Returns (T, H).
+        """
 
 
 def route(logits: torch.Tensor, top_k: int, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from minisgl.core import PENDING, Batch, Bool, Int32, Penalties, Sampling, TableUpdate
-from minisgl.utils.uniform import uniforms
+from minisgl.uniform import uniforms
 
 from .rows import Rows
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from minisgl.core import PENDING, BatchResult, Bool, Engine, FinishReason, InFlight, Int32
 from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, ErrorInfo, UserMsg, pack_ids, unpack_ids
-from minisgl.utils.uniform import stream_key
+from minisgl.uniform import stream_key
 
 from .assemble import Step, assemble
 from .config import SchedulerConfig

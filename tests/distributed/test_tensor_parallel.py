@@ -5,6 +5,7 @@ Every process imports torch, so all that needs a number of ranks is done by one 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ranks import run_ranks
 from tiny_models import make_reference
 
 from minisgl.distributed.communicator import Communicator, SingleCommunicator
+from minisgl.models import build
 from minisgl.models.build import build_model
 from minisgl.models.config import ModelConfig
 
@@ -92,6 +94,39 @@ def test_models_equal_those_of_one_rank(world: tuple[Path, list[dict]]) -> None:
             logits, ids = result["models"][variant]
             torch.testing.assert_close(logits, expected_logits, rtol=1e-4, atol=1e-4)
             assert ids == expected_ids
+
+
+def run_single_tokens(comm: Communicator, path: Path) -> tuple[torch.Tensor, list[int]]:
+    """The logits of one token alone, and 5 greedy ids after it."""
+    config = ModelConfig.from_path(path)
+    model = build.build_model(config, dtype=torch.float32, device=torch.device("cpu"), path=path, comm=comm)
+    return Driver(model).step({0: [77]}, every_token=True), Driver(model).greedy({0: [77]}, steps=5)[0]
+
+
+def run_gpu_path(comm: Communicator, path: Path) -> tuple[torch.Tensor, list[int]]:
+    """The same by what computes on a GPU, in Triton's interpreter."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    for name in ("make_pack", "default_experts"):
+        choose = getattr(build, name)
+        setattr(build, name, lambda _, *rest, choose=choose: choose(torch.device("cuda"), *rest))
+    calls = []
+    from minisgl.moe.triton_experts import TritonExperts
+
+    fused = TritonExperts.fused
+    TritonExperts.fused = lambda *args, **how: (calls.append(True), fused(*args, **how))[1]  # type: ignore[method-assign]
+    found = run_single_tokens(comm, path)
+    assert len(calls) == 6 * ModelConfig.from_path(path).num_layers
+    return found
+
+
+def test_a_single_token_fused_on_two_ranks(tmp_path: Path) -> None:
+    """The residual stream goes into the sum over the ranks once."""
+    path = tmp_path / "experts"
+    make_reference("qwen3-moe").save_pretrained(path)
+    logits, ids = run_single_tokens(SingleCommunicator(), path)
+    for found, its_ids in run_ranks(2, tmp_path, run_gpu_path, path):
+        torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+        assert its_ids == ids
 
 
 def test_too_many_ranks_for_the_heads() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from minisgl.core import PENDING, Batch, BatchResult, Penalties, Sampling, SamplingParams, TableUpdate
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import TorchEngine
-from minisgl.utils.uniform import stream_key, uniforms
+from minisgl.uniform import stream_key, uniforms
 
 TINY: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -37,6 +37,26 @@ def test_matches_separate_operations(rng, device, on_gpu, parts):
         assert_close(out, one_row_reference(x.float(), weight.float(), eps=1e-6, gated=gated, **wide))
 
 
+@pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+def test_a_matrix_for_each_choice(rng, device, on_gpu, gated):
+    for dtype in dtypes(on_gpu):
+        outputs, inputs = (776, 2048) if on_gpu else (20, 3 * 64 + 16)
+        config = None if on_gpu else OneRowConfig(block_n=16, block_k=64)
+        x = randn(rng, 1, inputs, dtype=dtype, device=device)
+        norm = 1 + randn(rng, inputs, dtype=dtype, device=device) / 8
+        weight = randn(rng, 7, outputs * (2 if gated else 1), inputs, dtype=dtype, device=device) / inputs**0.5
+        experts = torch.tensor([[6, 0, 3]], dtype=torch.int32, device=device)
+        how = {"eps": 1e-6, "gated": gated, "experts": experts}
+        out = one_row_linear(x, weight, norm=norm, config=config, **how)
+        assert_close(out, one_row_reference(x.float(), weight.float(), norm=norm.float(), **how))
+
+
+def test_refuses_experts_with_what_they_have_not(device):
+    x, weight = torch.empty(1, 16, device=device), torch.empty(4, 16, 16, device=device)
+    with pytest.raises(ValueError, match="neither bias nor residual"):
+        one_row_linear(x, weight, residual=x, experts=torch.zeros(1, 2, dtype=torch.int32, device=device))
+
+
 def test_refuses_more_rows(device):
     with pytest.raises(ValueError, match="one row, not 2"):
         one_row_linear(torch.empty(2, 16, device=device), torch.empty(16, 16, device=device))

@@ -10,7 +10,7 @@ from minisgl.core import Batch, EngineInfo, SamplingParams
 from minisgl.engine.simulated import SimulatedEngine, SimulatedModel, SimulatedStep, expected_output
 from minisgl.message import AbortBackendMsg, BackendMsg, DetokenizeMsg, UserMsg, pack_ids, unpack_ids
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.utils.uniform import stream_key
+from minisgl.uniform import stream_key
 
 EOS = 0
 

@@ -201,8 +201,12 @@ def one_row_reference(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     gated: bool = False,
+    experts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in separate torch operations."""
+    if experts is not None:
+        each = [one_row_reference(x, weight[i], norm=norm, eps=eps, gated=gated) for i in experts[0].tolist()]
+        return torch.cat(each)
     ops = Ops()
     out = F.linear(x if norm is None else ops.rms_norm(x, norm, eps), weight, bias)
     if gated:

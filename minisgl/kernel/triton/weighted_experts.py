@@ -5,7 +5,7 @@
 With one token the experts' matrices are read once and by nobody else, as in :mod:`.one_row`, which has the first half.
 A program has some outputs and all choices, each of them as rows of one tile, so that all the weights are in flight at
 once and the sum never leaves it. Who was chosen is known before the first half runs: the weights are asked for before
-the wait.
+the wait. The reference is :class:`minisgl.moe.torch_experts.TorchExperts`.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -45,8 +45,9 @@ def _weighted_experts_kernel(
     n = first + row % BLOCK_N
     real = (its_choice < TOP_K) & (n < N)
     # The kernel before this one is the first half; the choice was made before that one.
-    expert = tl.load(experts_ptr + its_choice, mask=real, other=0).to(tl.int64)
-    weights = tl.load(weights_ptr + choice, mask=choice < TOP_K, other=0.0).to(tl.float32)
+    # Past the L1 cache, which may still have what lay there in the layer before.
+    expert = tl.load(experts_ptr + its_choice, mask=real, other=0, cache_modifier=".cg").to(tl.int64)
+    weights = tl.load(weights_ptr + choice, mask=choice < TOP_K, other=0.0, cache_modifier=".cg").to(tl.float32)
     k = tl.arange(0, BLOCK_K)
     w_row = w_ptr + (expert * N + n)[:, None] * K
     w = tl.load(w_row + k[None, :], mask=real[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")

@@ -1,6 +1,6 @@
 import numpy as np
 
-from minisgl.utils.uniform import mix, stream_key, uniforms
+from minisgl.uniform import mix, stream_key, uniforms
 
 MASK = 2**64 - 1
 
