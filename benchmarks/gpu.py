@@ -185,13 +185,13 @@ def whole_run(name: str, seconds: float, *more: str) -> Section:
 
 
 def sections() -> dict[str, Section]:
-    workers = ("-n", "8") if find_spec("xdist") else ()
+    workers = ("-n", str(min(16, os.cpu_count() or 1))) if find_spec("xdist") else ()
     small = ("--num-seqs", "4", "--batch-1", "64")
     both = [offline("qwen3-14b", *small), offline("qwen3-14b", "--tp", "2", *small)]
     parallel = run("-c", f"import subprocess\nfor c in {both!r}: subprocess.run(c, check=True)")
     return {
         "tests": Section(
-            run("-m", "pytest", "-q", "-m", "gpu", "--tb=short", *workers, *TESTS), 300, tests_report, True
+            run("-m", "pytest", "-q", "-m", "gpu and not slow", "--tb=short", *workers, *TESTS), 300, tests_report, True
         ),
         "offline-0.6b": whole_run("qwen3-0.6b", 120, "--batch-1", "128"),
         "offline-deterministic": whole_run("qwen3-0.6b", 120, "--deterministic"),
