@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,11 @@ def best(repeat: int, function: Callable[[], object]) -> float:
     return min(times)
 
 
+def call_each(functions: Sequence[Callable[[torch.Tensor], torch.Tensor]], x: torch.Tensor) -> None:
+    for function in functions:
+        function(x)
+
+
 def copies(nbytes: int) -> int:
     return -(-COLD_BYTES // nbytes)
 
@@ -48,8 +54,9 @@ def products(kernels: CpuKernels, repeat: int) -> None:
         packed = [kernels.pack(matrix) for matrix in matrices]
         for tokens in (1, 8, 32, 256):
             x = torch.randn(tokens, cols)
-            own = best(repeat, lambda p=packed, x=x: [weight.matmul(x) for weight in p]) / count
-            torchs = best(repeat, lambda m=matrices, x=x: [F.linear(x, matrix) for matrix in m]) / count
+            own = best(repeat, partial(call_each, [weight.matmul for weight in packed], x)) / count
+            library = [partial(F.linear, weight=matrix) for matrix in matrices]
+            torchs = best(repeat, partial(call_each, library, x)) / count
             totals[name, tokens] = own, torchs
             print_product(name, tokens, rows * cols, own, torchs)
     for tokens in (1, 8, 32, 256):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -21,6 +22,7 @@ from minisgl.core import PENDING, Batch, Engine, Sampling, TableUpdate
 from minisgl.engine.config import EngineConfig
 from minisgl.engine.engine import TorchEngine
 from minisgl.models.source import resolve_model
+from minisgl.utils.progress import silent
 
 if TYPE_CHECKING:
     from minisgl.engine.model_runner import ModelRunner
@@ -116,13 +118,13 @@ def breakdown(runner: ModelRunner, size: int, context: int, steps: int) -> dict[
         return result
 
     for each in decodes(size, context, steps + WARM_UP, runner.info.page_size):
-        plan = timed("plan", lambda each=each: plan_step(each, width))
+        plan = timed("plan", partial(plan_step, each, width))
         tensors = {name: torch.from_numpy(array).to(device) for name, array in plan.arrays.items()}
         if "table_index" in tensors:
             runner.state.write_table(tensors["table_index"], tensors["table_pages"])
-        hidden = timed("layers", lambda plan=plan, tensors=tensors: runner.forward(plan, tensors))
-        logits = timed("logits", lambda hidden=hidden: runner.model.logits(hidden))
-        timed("sample", lambda t=tensors, logits=logits: runner.sample(logits, t))
+        hidden = timed("layers", partial(runner.forward, plan, tensors))
+        logits = timed("logits", partial(runner.model.logits, hidden))
+        timed("sample", partial(runner.sample, logits, tensors))
     return {name: float(np.median(times[WARM_UP:])) * 1e3 for name, times in parts.items()}
 
 
@@ -163,7 +165,7 @@ def main() -> None:
     if device.type == "cpu" and args.threads is not None:
         torch.set_num_threads(args.threads)
     with torch.inference_mode():
-        runner = load(config, device, lambda what, fraction: None)
+        runner = load(config, device, silent, None)
         print(f"{'batch':>6}{'ms/step':>10}{'tok/s':>9}   of which, one after the other")
         for size, ms in decode.items():
             parts = breakdown(runner, size, args.context, args.steps)

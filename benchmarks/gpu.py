@@ -212,7 +212,9 @@ def measure_limits() -> Limits:
         "print(json.dumps([found.copy, found.matmul, Limits.sustained_matmul(), "
         "torch.cuda.device_count(), torch.cuda.get_device_name()]))"
     )
-    printed = subprocess.run(run("-c", code), cwd=HERE, env=environment(), check=True, capture_output=True, text=True)
+    printed = subprocess.run(run("-c", code), cwd=HERE, env=environment(), stdout=subprocess.PIPE, text=True)
+    if printed.returncode != 0:
+        raise SystemExit(printed.returncode)  # it has said why
     copy, matmul, sustained, gpus, name = json.loads(printed.stdout)
     rates = f"matmul {matmul / 1e12:.0f} TFLOP/s at first and {sustained / 1e12:.0f} sustained"
     print(f"{gpus} x {name}: copy {copy / 1e12:.2f} TB/s, {rates}", flush=True)

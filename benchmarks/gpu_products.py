@@ -73,7 +73,9 @@ def _one_row(report: Report, label: str, weights: list[torch.Tensor], around: fr
 
         return run
 
-    wide = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()}
+    wide: dict[str, Any] = {
+        key: value.float() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()
+    }
     wrong = error(one_row_linear(x, weights[0], **arguments), one_row_reference(x.float(), weights[0].float(), **wide))
     note = f"separate {measure([separate(weight) for weight in weights]) * 1e6:.2f} us"
     nbytes = outputs * inputs * 2

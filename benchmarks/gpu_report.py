@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ import triton
 from minisgl.kernel.attention_spec import AttentionSpec
 
 BF16 = torch.bfloat16
+if not torch.cuda.is_available():
+    raise SystemExit("There is no CUDA device that torch can use; this measures one.")
 DEVICE = torch.device("cuda")
 COLD_BYTES = 256 << 20  # what takes turns is at least this large together
 BEST = 4  # configurations shown
@@ -56,7 +58,7 @@ def ints(values: Iterable[int]) -> torch.Tensor:
     return torch.tensor(list(values), dtype=torch.int32, device=DEVICE)
 
 
-def measure(functions: list[Callable[[], object]]) -> float:
+def measure(functions: Sequence[Callable[[], object]]) -> float:
     """Seconds of one call, in a graph in which ``functions`` take turns."""
     for function in functions:
         function()

@@ -131,8 +131,11 @@ async def prepare(args: argparse.Namespace) -> None:
     """Asks the server for its model and sends the warm-up requests, which are not counted."""
     async with aiohttp.ClientSession() as http:
         if args.model is None:
-            async with http.get(args.url + "/v1/models") as response:
-                args.model = (await response.json())["data"][0]["id"]
+            try:
+                async with http.get(args.url + "/v1/models") as response:
+                    args.model = (await response.json())["data"][0]["id"]
+            except (aiohttp.ClientError, ValueError, LookupError) as error:
+                raise SystemExit(f"There is no server that answers {args.url}/v1/models ({error}).") from None
         path = "/v1/chat/completions" if args.endpoint == "chat" else "/v1/completions"
         for i in range(args.warmup):
             body = request_body(argparse.Namespace(**vars(args) | {"shared_prefix": 0}), i, True)
@@ -207,7 +210,7 @@ def plot(path: Path, records: list[Record], title: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", default="http://127.0.0.1:1919")
+    parser.add_argument("--url", default="http://127.0.0.1:1919", help="with /v1 at its end or without")
     parser.add_argument("--model", default=None, help="default: the first that the server lists")
     parser.add_argument("--endpoint", default="chat", choices=["chat", "completions"])
     parser.add_argument("--concurrency", type=int, default=8)
@@ -227,6 +230,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=None, help="write the summary and every request's times here")
     parser.add_argument("--plot", type=Path, default=None, help="write a picture here")
     args = parser.parse_args()
+    args.url = args.url.removesuffix("/").removesuffix("/v1")
 
     asyncio.run(prepare(args))
     epoch = time.time() + (0.1 if args.processes == 1 else 2.0)

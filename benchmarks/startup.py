@@ -19,6 +19,7 @@ import urllib.request
 import psutil
 
 SETTLE_SECONDS = 3.0
+PATIENCE = 600.0  # seconds for one start
 
 
 def measure(flags: list[str]) -> tuple[float, float]:
@@ -37,6 +38,8 @@ def measure(flags: list[str]) -> tuple[float, float]:
             except urllib.error.URLError:
                 if server.poll() is not None:
                     raise SystemExit(f"The server ended with exit code {server.returncode}.") from None
+                if time.perf_counter() - start > PATIENCE:
+                    raise SystemExit(f"The server did not answer within {PATIENCE:g} s.") from None
                 time.sleep(0.02)
         seconds = time.perf_counter() - start
         time.sleep(SETTLE_SECONDS)
@@ -52,6 +55,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeat", type=int, default=5)
     args, flags = parser.parse_known_args()
+    if any(flag.partition("=")[0] in ("--host", "--port") for flag in flags):
+        parser.error("--host and --port are chosen here.")
     runs = [measure(flags) for _ in range(args.repeat)]
     seconds, mebibytes = (sorted(values) for values in zip(*runs, strict=True))
     report = {

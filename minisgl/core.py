@@ -71,7 +71,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
         def need(ok: bool, name: str, allowed: str) -> None:
             if not ok:
-                raise ParameterError(name, f"{name} must be {allowed}, not {brief(getattr(self, name))}.")
+                raise ParameterError(name, f"{name} must be {allowed}, not {brief(_as_sent(getattr(self, name)))}.")
 
         # Comparisons are written so that NaN fails them.
         need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
@@ -95,6 +95,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     @property
     def has_penalty(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+
+
+def _as_sent(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
 
 
 @dataclass(slots=True)

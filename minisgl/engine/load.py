@@ -140,6 +140,11 @@ class _Loader:
         self.memory_ratio = config.memory_ratio or defaults.memory_ratio
         self.graphs = defaults.cuda_graph_max_bs > 0 and config.cuda_graph_max_bs != 0
         self.max_seq_len = min(model_config.max_context, config.max_seq_len or model_config.max_context)
+        if config.max_seq_len is not None and config.max_seq_len > self.max_seq_len and comm.rank == 0:
+            told = "The model is made for %d tokens, so that is the context, not %d."
+            logger.warning(told, self.max_seq_len, config.max_seq_len)
+        if config.load_format == "dummy" and comm.rank == 0:
+            logger.warning("The weights are random numbers (--load-format dummy), and so is what the model says.")
 
     def load(self) -> ModelRunner:
         model = self._model()

@@ -7,6 +7,7 @@ import itertools
 import random
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from reprlib import repr as brief
 from types import TracebackType
 from typing import Any, Self, overload
 
@@ -29,7 +30,7 @@ from minisgl.message import (
 )
 from minisgl.models.source import resolve_model
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.server.args import ServerArgs, check_options
+from minisgl.server.args import check_options
 from minisgl.server.scheduler_process import RankConfig, engine_config
 from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, tokenize_request
 from minisgl.utils.progress import Progress, silent
@@ -89,7 +90,7 @@ class LLM:
         progress: Progress = silent,
         **options: Any,
     ) -> None:
-        args = check_options(ServerArgs(model=model, **options))
+        args = check_options(model=model, **options)
         path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
         seed = random.getrandbits(63) if args.seed is None else args.seed
         self._ranks: FollowerRanks | None = None
@@ -147,7 +148,7 @@ class LLM:
         ``progress`` shows a bar. Raises :class:`RequestError` for a prompt that cannot be served, and
         :class:`~minisgl.core.ParameterError` for a parameter out of range; the other prompts are dropped then.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        if not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], int)):
             return self._run([_prompt(prompts)], params, False)[0]
         return self._run([_prompt(prompt) for prompt in prompts], params, progress)
 
@@ -171,14 +172,14 @@ class LLM:
         progress: bool = True,
     ) -> Completion | list[Completion]:
         """Answers one conversation, or a list of them; otherwise as :meth:`generate`."""
-        one = bool(messages) and isinstance(messages[0], dict)
+        one = not isinstance(messages, list) or (bool(messages) and isinstance(messages[0], dict))
         conversations: Any = [messages] if one else messages
-        completions = self._run([ChatPrompt(messages=c) for c in conversations], params, progress and not one)
+        completions = self._run([_conversation(c) for c in conversations], params, progress and not one)
         return completions[0] if one else completions
 
     def stream_chat(self, messages: list[Message], params: SamplingParams | None = None) -> Generator[UserReply]:
         """The answer to one conversation, piece by piece. Closing the generator ends the request."""
-        uid = self._submit(ChatPrompt(messages=messages), params or SamplingParams())
+        uid = self._submit(_conversation(messages), params or SamplingParams())
         try:
             yield from self._replies({uid})
         finally:
@@ -204,10 +205,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         progress: bool,
     ) -> list[Completion]:
-        if params is None or isinstance(params, SamplingParams):
-            each: Sequence[SamplingParams] = [params or SamplingParams()] * len(prompts)
+        if isinstance(params, list | tuple):
+            each: Sequence[SamplingParams] = params
         else:
-            each = params
+            each = [SamplingParams() if params is None else params] * len(prompts)  # type: ignore[list-item]
         if len(each) != len(prompts):
             raise ValueError(f"There are {len(prompts)} prompts but {len(each)} SamplingParams; give one, or one each.")
         completions: dict[int, Completion] = {}
@@ -297,9 +298,11 @@ class LLM:
 
 
 def _checked(params: SamplingParams) -> SamplingParams:
-    """``params`` with every value in its range and of its type. A stop string that stands alone would be taken for a
-    sequence of one-letter ones.
-    """
+    """``params`` with every value in its range and of its type. A stop string may stand alone."""
+    if not isinstance(params, SamplingParams):
+        raise TypeError(f"The parameters must be SamplingParams, not {brief(params)}.")
+    if isinstance(params.stop, str):
+        params = msgspec.structs.replace(params, stop=(params.stop,))
     try:
         params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)
     except msgspec.ValidationError as error:
@@ -315,4 +318,10 @@ def _prompt(prompt: object) -> Prompt:
         return TextPrompt(text=prompt)
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
         return IdsPrompt(ids=pack_ids(prompt))
-    raise TypeError(f"A prompt must be a string or a list of token ids, not {type(prompt).__name__}.")
+    raise TypeError(f"A prompt must be a string or a list of token ids, not {brief(prompt)}.")
+
+
+def _conversation(messages: object) -> ChatPrompt:
+    if isinstance(messages, list) and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages):
+        return ChatPrompt(messages=messages)
+    raise TypeError(f'A conversation must be a list of dicts, each with a "role", not {brief(messages)}.')

@@ -70,20 +70,24 @@ def parse_args(argv: Sequence[str]) -> ServerArgs:
     return ServerArgs(**{f.name: getattr(namespace, f.name) for f in fields(ServerArgs)})
 
 
-def check_options(args: ServerArgs) -> ServerArgs:
-    """``args`` from keyword arguments, as the command line would read them: ``page_size=4`` is ``--page-size 4``.
+def check_options(**options: object) -> ServerArgs:
+    """Keyword arguments as the command line would read them: ``page_size=4`` is ``--page-size 4``.
 
-    Raises ValueError, which names the option, for what the command line would refuse.
+    Raises TypeError for an unknown option, and ValueError, which names it, for what the command line would refuse.
     """
+    names = [f.name for f in fields(ServerArgs)]
+    for name in options.keys() - set(names):
+        raise TypeError(f"There is no option {name}; {_nearest(name, names)}")
     flags = []
     for f in fields(ServerArgs):
-        value = getattr(args, f.name)
+        value = options.get(f.name, f.default)
         if isinstance(f.default, bool):
             if not isinstance(value, bool):
                 raise ValueError(f"{f.name} must be True or False, not {value!r}.")
             flags += [_flag(f.name)] if value else []
         elif value is not None or f.default is not None:
-            if isinstance(value, bool) or not isinstance(value, (str, int, float, os.PathLike)):
+            kinds = (str, os.PathLike) if str(f.type).startswith("str") else (str, int, float)
+            if isinstance(value, bool) or not isinstance(value, kinds):
                 raise ValueError(f"{f.name} must not be {value!r}.")
             flags.append(f"{_flag(f.name)}={value}")
     try:
@@ -107,9 +111,12 @@ class _Parser(argparse.ArgumentParser):
 
 def _unknown_argument(argument: str) -> str:
     flags = [_flag(f.name) for f in fields(ServerArgs)]
-    near = difflib.get_close_matches(argument.partition("=")[0], flags, n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists the flags."
-    return f"unknown argument {argument}; {hint}"
+    return f"unknown argument {argument}; {_nearest(argument.partition('=')[0], flags)}"
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else "--help lists the flags."
 
 
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -212,7 +219,7 @@ def _build_parser(*, exit_on_error: bool = True) -> _Parser:
     group.add_argument(
         "--deterministic",
         action="store_true",
-        help="on a GPU: the same request gets the same tokens in whatever company, slower; on a CPU it is so anyway",
+        help="on one or two GPUs: a request gets the same tokens in whatever company, slower; on a CPU it is so anyway",
     )
     group.add_argument("--disable-overlap", action="store_true", help="plan each step only when the last one is done")
     add("--seed", _integer(0, 2**63 - 1), "N", "makes sampling repeatable for requests without a seed of their own")

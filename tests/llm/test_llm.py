@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -107,9 +108,11 @@ def test_a_repeated_prompt_is_found_in_the_cache(llm: LLM) -> None:
 def test_stop_string_ends_the_answer_and_leaves_nothing_running(llm: LLM) -> None:
     full = llm.generate("stop here", GREEDY).text
     stop = full[4:6]
-    result = llm.generate("stop here", SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(stop,)))
-    assert result.finish_reason == "stop"
-    assert result.text == full[: full.index(stop)]
+    for given in ((stop,), [stop], stop):
+        params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=given)  # type: ignore[arg-type]
+        result = llm.generate("stop here", params)
+        assert result.finish_reason == "stop"
+        assert result.text == full[: full.index(stop)]
     assert llm._scheduler.idle
 
 
@@ -122,7 +125,7 @@ def test_a_bad_prompt_says_why_and_the_next_call_works(llm: LLM) -> None:
         llm.generate([5, 10_000], GREEDY)
     with pytest.raises(ParameterError, match="top_p"):
         llm.generate("x", SamplingParams(top_p=0))
-    for name, value in {"stop": "abc", "max_tokens": 1.5, "seed": 0.5, "temperature": "0"}.items():
+    for name, value in {"stop": 5, "max_tokens": 1.5, "seed": 0.5, "temperature": "0"}.items():
         with pytest.raises(ParameterError, match=f"{name}: Expected") as error:
             llm.generate("x", SamplingParams(**{name: value}))
         assert error.value.field == name
@@ -130,6 +133,25 @@ def test_a_bad_prompt_says_why_and_the_next_call_works(llm: LLM) -> None:
         llm.generate(["a", "b"], [GREEDY])
     assert llm._scheduler.idle
     assert llm.generate("fine", GREEDY).completion_tokens == 12
+
+
+@pytest.mark.parametrize("prompt", [5, None, [1, "a"], [None], {"a": 1}])
+def test_what_is_no_prompt_is_a_type_error(llm: LLM, prompt: Any) -> None:
+    with pytest.raises(TypeError, match="A prompt must be a string or a list of token ids, not"):
+        llm.generate(prompt)
+
+
+@pytest.mark.parametrize("messages", ["hello", {"role": "user"}, [{}], [[{"role": 1}]], None, [["x"]]])
+def test_what_is_no_conversation_is_a_type_error(llm: LLM, messages: Any) -> None:
+    with pytest.raises(TypeError, match="A conversation must be a list of dicts, each with a "):
+        llm.chat(messages)
+    with pytest.raises(TypeError, match="A conversation must be"):
+        next(llm.stream_chat(messages))
+
+
+def test_parameters_that_are_none(llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"must be SamplingParams, not \{'max_tokens': 2\}"):
+        llm.generate("a", {"max_tokens": 2})  # type: ignore[call-overload]
 
 
 def test_an_unknown_option_is_a_type_error(model: Path) -> None:
@@ -299,6 +321,7 @@ def test_ctrl_c_during_the_start_leaves_nothing_behind(model: Path, what: str, n
         reached.append(now)
         if now.startswith(what):
             os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.05)  # for the main thread to hear it
 
     with pytest.raises(KeyboardInterrupt):
         LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8, progress=interrupt)

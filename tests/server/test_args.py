@@ -128,18 +128,21 @@ except SystemExit:
 
 
 def test_options_are_checked_like_flags() -> None:
-    given = ServerArgs(model="a b", tp=2, memory_ratio=0.5, deterministic=True, page_size=1, attn="torch,cpu")
-    assert check_options(given) == given
-    assert check_options(ServerArgs(model=Path("/x"), tp="2")) == ServerArgs(model="/x", tp=2)  # type: ignore[arg-type]
+    given = {"model": "a b", "tp": 2, "memory_ratio": 0.5, "deterministic": True, "page_size": 1, "attn": "torch,cpu"}
+    assert check_options(**given) == ServerArgs(**given)
+    assert check_options(model=Path("/x"), tp="2", num_pages=None) == ServerArgs(model="/x", tp=2)
+    with pytest.raises(TypeError, match="There is no option page_sise; did you mean page_size"):
+        check_options(page_sise=4)
     for name, value, problem in (
         ("tp", True, "must not be True."),
         ("dtype", None, "must not be None."),
         ("model", b"x", "must not be b'x'."),
+        ("model", 5, "must not be 5."),
         ("deterministic", "yes", "must be True or False, not 'yes'."),
         ("dtype", "int3", "must be one of auto, float32, bfloat16, float16, not 'int3'."),
         ("model", "", "must not be empty."),
         ("max_prefill_length", -1, "must be an integer of at least 1, not '-1'."),
     ):
         with pytest.raises(ValueError) as error:  # noqa: PT011
-            check_options(ServerArgs(**{name: value}))
+            check_options(**{name: value})
         assert str(error.value) == f"{name} {problem}"
