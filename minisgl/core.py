@@ -74,7 +74,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise ParameterError(name, f"{name} must be {allowed}, not {brief(_as_sent(getattr(self, name)))}.")
 
         # Comparisons are written so that NaN fails them.
-        need(self.max_tokens is None or self.max_tokens >= 1, "max_tokens", "at least 1")
+        need(self.max_tokens is None or 1 <= self.max_tokens < 2**31, "max_tokens", "at least 1, and below 2**31")
         need(0 <= self.temperature <= 100, "temperature", "between 0 and 100")
         need(0 < self.top_p <= 1, "top_p", "in (0, 1]")
         need(-1 <= self.top_k < 2**31, "top_k", "-1 or 0 (off) or a positive number")

@@ -131,14 +131,19 @@ def chat(args: ServerArgs) -> int:
         return 1
     with llm:
         params = SamplingParams(**{"temperature": 0.6} | llm.generation_defaults)
-        if sys.stdin.isatty():
+        if sys.stdin is not None and sys.stdin.isatty():
             history = cache_dir() / "shell_history"
             history.parent.mkdir(parents=True, exist_ok=True)
             session: PromptSession[str] = PromptSession(history=FileHistory(str(history)))
             print("Chat away: /help lists the commands, /exit leaves.")
-            Shell(llm, params, lambda: session.prompt("> "), _write).run()
+            shell = Shell(llm, params, lambda: session.prompt("> "), _write)
         else:
-            Shell(llm, params, input, _write).run()
+            shell = Shell(llm, params, input, _write)
+        try:
+            shell.run()
+        except RuntimeError as error:  # a rank has died, say
+            print(f"minisgl: {error}", file=sys.stderr)
+            return 1
     return 0
 
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-from collections.abc import Generator, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
+from pathlib import Path
 from reprlib import repr as brief
 from types import TracebackType
 from typing import Any, Self, overload
 
 import msgspec
+import numpy as np
 from tqdm import tqdm
 
 from minisgl.addresses import Addresses
@@ -30,7 +34,7 @@ from minisgl.message import (
 )
 from minisgl.models.source import resolve_model
 from minisgl.scheduler import Scheduler, SchedulerConfig
-from minisgl.server.args import check_options
+from minisgl.server.args import ServerArgs, check_options
 from minisgl.server.scheduler_process import RankConfig, engine_config
 from minisgl.tokenizer import Detokenizer, generation_defaults, load_tokenizer, tokenize_request
 from minisgl.utils.progress import Progress, silent
@@ -94,35 +98,47 @@ class LLM:
         path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
         seed = random.getrandbits(63) if args.seed is None else args.seed
         self._ranks: FollowerRanks | None = None
-        with interrupts_held_back() as hear_interrupt, contextlib.ExitStack() as stack:
-            if args.tp > 1:
-                self._ranks = FollowerRanks(args, path, seed, hear_interrupt)
-                stack.callback(self._ranks.close)
-            addresses = self._ranks.addresses if self._ranks else Addresses(directory="")
-            rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
-
-            def at_a_good_moment(what: str, fraction: float | None) -> None:
-                hear_interrupt()
-                progress(what, fraction)
-
-            with self._naming_the_dead():
-                engine = TorchEngine(engine_config(rank_config), at_a_good_moment, watch=self._ranks)
-            stack.callback(engine.close)
-            if self._ranks:
-                self._ranks.wait_ready()
-            self._tokenizer = load_tokenizer(path)
-            self._io = LocalIO(Detokenizer(self._tokenizer), self._ranks.inboxes if self._ranks else ())
-            config = SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=seed)
-            self._scheduler = Scheduler(engine, self._io, config)
-            self.engine_info: EngineInfo = engine.info
-            self.generation_defaults = generation_defaults(path)
-            self._closing = stack.pop_all()
         self._closed = False
+        self._closing = contextlib.ExitStack()
+        # Where nobody closes it, the end of the object does, or that of the program.
+        self._finalizer = weakref.finalize(self, self._closing.close)
         self._uids = itertools.count()
         self._open: set[int] = set()
         """Requests that have not ended."""
         self._arrived: dict[int, list[UserReply]] = {}
         """Replies that nobody has taken yet, by request: several generators may be under way."""
+        try:
+            with self._in_one_piece() as hear_interrupt:
+                self._start(args, path, seed, progress, hear_interrupt)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self, args: ServerArgs, path: Path, seed: int, progress: Progress, hear_interrupt: Callable[[], None]
+    ) -> None:
+        """Whatever is made here, :meth:`close` ends."""
+        if args.tp > 1:
+            self._ranks = FollowerRanks(args, path, seed, hear_interrupt)
+            self._closing.callback(self._ranks.close)
+        addresses = self._ranks.addresses if self._ranks else Addresses(directory="")
+        rank_config = RankConfig(args=args, model_path=path, addresses=addresses, rank=0, seed=seed)
+
+        def at_a_good_moment(what: str, fraction: float | None) -> None:
+            hear_interrupt()
+            progress(what, fraction)
+
+        with self._naming_the_dead():
+            engine = TorchEngine(engine_config(rank_config), at_a_good_moment, watch=self._ranks)
+        self._closing.callback(engine.close)
+        if self._ranks:
+            self._ranks.wait_ready()
+        self._tokenizer = load_tokenizer(path)
+        self._io = LocalIO(Detokenizer(self._tokenizer), self._ranks.inboxes if self._ranks else ())
+        config = SchedulerConfig(cache=args.cache, overlap=not args.disable_overlap, seed=seed)
+        self._scheduler = Scheduler(engine, self._io, config)
+        self.engine_info: EngineInfo = engine.info
+        self.generation_defaults = generation_defaults(path)
 
     @overload
     def generate(
@@ -148,7 +164,7 @@ class LLM:
         ``progress`` shows a bar. Raises :class:`RequestError` for a prompt that cannot be served, and
         :class:`~minisgl.core.ParameterError` for a parameter out of range; the other prompts are dropped then.
         """
-        if not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], int)):
+        if not isinstance(prompts, list | tuple) or (prompts and isinstance(prompts[0], Integral)):
             return self._run([_prompt(prompts)], params, False)[0]
         return self._run([_prompt(prompt) for prompt in prompts], params, progress)
 
@@ -179,17 +195,18 @@ class LLM:
 
     def stream_chat(self, messages: list[Message], params: SamplingParams | None = None) -> Generator[UserReply]:
         """The answer to one conversation, piece by piece. Closing the generator ends the request."""
-        uid = self._submit(_conversation(messages), params or SamplingParams())
+        prompt, uids = _conversation(messages), set[int]()
         try:
-            yield from self._replies({uid})
+            self._submit(prompt, params or SamplingParams(), uids.add)
+            yield from self._replies(set(uids))
         finally:
-            self._abort([uid])
+            self._abort(uids)
 
     def close(self) -> None:
         """Frees the model and everything else. Safe to call twice."""
         self._closed = True
-        with interrupts_held_back():
-            self._closing.close()
+        with self._in_one_piece():
+            self._finalizer()
 
     def __enter__(self) -> Self:
         return self
@@ -214,7 +231,7 @@ class LLM:
         completions: dict[int, Completion] = {}
         try:
             for prompt, its in zip(prompts, each, strict=True):
-                completions[self._submit(prompt, its)] = Completion()
+                self._submit(prompt, its, lambda uid: completions.setdefault(uid, Completion()))
             with tqdm(total=len(prompts), desc="generating", unit="prompt", disable=not progress) as bar:
                 tokens = 0
                 for reply in self._replies(set(completions)):
@@ -227,16 +244,18 @@ class LLM:
             self._abort(completions)
         return list(completions.values())
 
-    def _submit(self, prompt: Prompt, params: SamplingParams) -> int:
+    def _submit(self, prompt: Prompt, params: SamplingParams, own: Callable[[int], object]) -> None:
+        """Whoever is told its uid, by ``own``, has to abort it."""
         self._check_open()
         params = _checked(params)
         uid = next(self._uids)
         message = tokenize_request(self._tokenizer, TokenizeMsg(uid=uid, prompt=prompt, params=params))
         if isinstance(message, UserReply):
             raise RequestError(message.error.message if message.error else "The prompt cannot be served.")
-        self._io.submit(message)
-        self._open.add(uid)
-        return uid
+        with self._in_one_piece():
+            self._io.submit(message)
+            self._open.add(uid)
+            own(uid)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -265,22 +284,27 @@ class LLM:
                 self._open.discard(uid)
                 self._io.submit(AbortBackendMsg(uid=uid))
         # Where others are under way, it goes along with their next step.
-        while not self._open and self._step():
+        while not self._open and not (self._ranks and self._ranks.lost) and self._step():
             pass
 
     def _step(self) -> bool:
         """One turn of the scheduler. From the loss of a rank on, what comes back is garbage and nobody must see it."""
         self._check_open()
-        with self._naming_the_dead(), interrupts_held_back():
-            more = self._scheduler.step()
-        if self._ranks:
-            self._ranks.check()
-        for reply in self._io.take_replies():
-            if reply.uid in self._open:
-                self._arrived.setdefault(reply.uid, []).append(reply)
-                if reply.finish is not None or reply.error is not None:
-                    self._open.discard(reply.uid)
+        with self._in_one_piece():
+            with self._naming_the_dead():
+                more = self._scheduler.step()
+            if self._ranks:
+                self._ranks.check()
+            for reply in self._io.take_replies():
+                if reply.uid in self._open:
+                    self._arrived.setdefault(reply.uid, []).append(reply)
+                    if reply.finish is not None or reply.error is not None:
+                        self._open.discard(reply.uid)
         return more
+
+    def _in_one_piece(self) -> contextlib.AbstractContextManager[Callable[[], None]]:
+        """Ctrl-C is heard at the end. Who insists loses the other ranks, for which this one may be waiting."""
+        return interrupts_held_back(lambda: self._ranks.kill() if self._ranks else None)
 
     @contextlib.contextmanager
     def _naming_the_dead(self) -> Generator[None]:
@@ -304,7 +328,7 @@ def _checked(params: SamplingParams) -> SamplingParams:
     if isinstance(params.stop, str):
         params = msgspec.structs.replace(params, stop=(params.stop,))
     try:
-        params = msgspec.convert(msgspec.to_builtins(params), SamplingParams)
+        params = msgspec.convert(msgspec.to_builtins(params, enc_hook=_plain), SamplingParams)
     except msgspec.ValidationError as error:
         what, _, name = str(error).partition(" - at `$.")
         name = name.rstrip("`")
@@ -313,10 +337,20 @@ def _checked(params: SamplingParams) -> SamplingParams:
     return params
 
 
+def _plain(value: object) -> object:
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"{type(value).__name__} is no type of a parameter.")
+
+
 def _prompt(prompt: object) -> Prompt:
     if isinstance(prompt, str):
         return TextPrompt(text=prompt)
-    if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
+    if isinstance(prompt, list) and all(
+        isinstance(token, Integral) and not isinstance(token, bool) for token in prompt
+    ):
+        if not all(0 <= token < 2**31 for token in prompt):
+            raise RequestError("Token ids must be at least 0, and below 2**31.")
         return IdsPrompt(ids=pack_ids(prompt))
     raise TypeError(f"A prompt must be a string or a list of token ids, not {brief(prompt)}.")
 

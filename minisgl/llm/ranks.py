@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import zmq
@@ -25,29 +26,38 @@ _HEAR_SECONDS = 0.1
 
 
 @contextlib.contextmanager
-def interrupts_held_back() -> Generator[Callable[[], None]]:
+def interrupts_held_back(insist: Callable[[], None] = lambda: None) -> Generator[Callable[[], None]]:
     """Ctrl-C in here is heard at the end: a step, a start or an end that is left halfway is not in order, and ranks of
     which one has left it can never agree again. Calling what the block gets hears it earlier, from any thread.
+
+    The second one also calls ``insist``, which should make an end of what the block waits for.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield lambda: None  # no signal reaches this thread, or it is for other than Python code to handle
         return
-    heard: list[int] = []
+    heard: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        heard.append(frame)
+        if len(heard) > 1:
+            insist()
 
     def hear() -> None:
         if heard and before is signal.default_int_handler:
             heard.clear()
             raise KeyboardInterrupt
 
-    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    signal.signal(signal.SIGINT, note)
     try:
         yield hear
     finally:
         signal.signal(signal.SIGINT, before)
-        if heard:
-            heard.clear()
+        if heard and before == signal.SIG_DFL:
             signal.raise_signal(signal.SIGINT)
+        elif heard and callable(before):
+            # Not by a signal: asyncio's loop has heard of that one already, by other ways than the handler.
+            before(signal.SIGINT, heard[-1])
 
 
 class FollowerRanks:
@@ -105,6 +115,16 @@ class FollowerRanks:
             if self._loss is not None:
                 raise RuntimeError(f"{self._loss} This LLM cannot go on; close it and make a new one.")
 
+    @property
+    def lost(self) -> bool:
+        """Whether :meth:`check` raises."""
+        return self._loss is not None
+
+    def kill(self) -> None:
+        """Ends them, whatever they do, and with it all that waits for them."""
+        for process in self._processes.values():
+            process.kill()  # it holds nothing that must be put in order
+
     def on_end(self, act: Callable[[], None]) -> None:
         self._at_end.append(act)
 
@@ -146,8 +166,7 @@ class FollowerRanks:
     def close(self) -> None:
         with self._changed:
             self._at_loss.clear()  # these deaths are no loss
-        for process in self._processes.values():
-            process.kill()  # it holds nothing that must be put in order
+        self.kill()
         for process in self._processes.values():
             process.join()
         if self._listener.ident is not None:

@@ -105,8 +105,13 @@ def _shards(directory: Path) -> list[Path]:
         missing = [path.name for path in paths if not path.is_file()]
         if missing:
             raise WeightError(f"The checkpoint in {directory} lacks {', '.join(missing)}; download it again.")
+        whole = directory / "model.safetensors"
+        if whole.is_file() and whole not in paths:
+            raise WeightError(f"{index} does not know {whole.name} beside it; keep the files of one checkpoint there.")
         return paths
-    paths = sorted(directory.glob("*.safetensors"))
+    paths = [path for path in sorted(directory.glob("[!.]*.safetensors")) if path.is_file()]
+    # Repositories of Mistral carry the same weights a second time under this name.
+    paths = [path for path in paths if not path.name.startswith("consolidated")] or paths
     if not paths:
         raise WeightError(
             f"There are no weights in {directory}; supported are *.safetensors and .gguf files "

@@ -8,6 +8,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import Literal, NoReturn, get_args
 
 from minisgl.attention.registry import BACKENDS
@@ -86,10 +87,10 @@ def check_options(**options: object) -> ServerArgs:
                 raise ValueError(f"{f.name} must be True or False, not {value!r}.")
             flags += [_flag(f.name)] if value else []
         elif value is not None or f.default is not None:
-            kinds = (str, os.PathLike) if str(f.type).startswith("str") else (str, int, float)
+            kinds = (str, os.PathLike) if str(f.type).startswith("str") else (str, Real)
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise ValueError(f"{f.name} must not be {value!r}.")
-            flags.append(f"{_flag(f.name)}={value}")
+            flags.append(f"{_flag(f.name)}={os.fspath(value) if isinstance(value, os.PathLike) else value}")
     try:
         namespace = _build_parser(exit_on_error=False).parse_args(flags)
     except argparse.ArgumentError as error:

@@ -88,14 +88,20 @@ class Reporter:
 
 
 def run_worker(
-    entry: Callable[..., None], args: tuple[Any, ...], name: str, link: Connection, parent: int, log_level: str
+    entry: Callable[..., None],
+    args: tuple[Any, ...],
+    name: str,
+    link: Connection,
+    parent: int,
+    dies_with_parent: bool,
+    log_level: str,
 ) -> None:
     """The main function of every worker: ``entry(*args, reporter)``, to be given to a spawned process.
 
     An exception of ``entry`` becomes a :class:`Failed` report and exit code 1. ``entry`` is imported before this runs,
     so its module imports what is heavy only when it is called.
     """
-    _settle(name, parent)
+    _settle(name, parent, dies_with_parent)
     # Ctrl-C and a closed terminal reach every process of the group; what then happens is for the launcher to decide.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -122,11 +128,12 @@ def exit_words(exitcode: int | None) -> str:
     return f"exit code {exitcode}"
 
 
-def _settle(name: str, parent: int) -> None:
+def _settle(name: str, parent: int, dies_with_parent: bool) -> None:
     """Asks the kernel to kill this process when its parent ends, and to call it ``name`` in process lists."""
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if dies_with_parent:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
     if os.getppid() != parent:  # it has ended before it could be asked
         os._exit(1)

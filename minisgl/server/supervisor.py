@@ -13,6 +13,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,12 +63,14 @@ def ending_signals() -> list[signal.Signals]:
 def start_worker(name: str, log_level: str, entry: Callable[..., None], *args: Any) -> Worker:
     """Runs ``entry(*args, reporter)`` in a process of its own."""
     context = multiprocessing.get_context("spawn")
+    # The kernel takes the end of the thread that starts a process for the end of its parent.
+    dies_with_parent = threading.current_thread() is threading.main_thread()
     # Outside of the signal mask, which starting the tracker would undo.
     resource_tracker.ensure_running()
     ours, theirs = context.Pipe()
     process = context.Process(
         target=run_worker,
-        args=(entry, args, name, theirs, os.getpid(), log_level),
+        args=(entry, args, name, theirs, os.getpid(), dies_with_parent, log_level),
         name=f"minisgl {name}",
         daemon=True,
     )

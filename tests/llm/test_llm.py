@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import itertools
 import os
@@ -11,10 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -135,7 +138,7 @@ def test_a_bad_prompt_says_why_and_the_next_call_works(llm: LLM) -> None:
     assert llm.generate("fine", GREEDY).completion_tokens == 12
 
 
-@pytest.mark.parametrize("prompt", [5, None, [1, "a"], [None], {"a": 1}])
+@pytest.mark.parametrize("prompt", [5, None, [1, "a"], [True], [None], {"a": 1}])
 def test_what_is_no_prompt_is_a_type_error(llm: LLM, prompt: Any) -> None:
     with pytest.raises(TypeError, match="A prompt must be a string or a list of token ids, not"):
         llm.generate(prompt)
@@ -147,6 +150,18 @@ def test_what_is_no_conversation_is_a_type_error(llm: LLM, messages: Any) -> Non
         llm.chat(messages)
     with pytest.raises(TypeError, match="A conversation must be"):
         next(llm.stream_chat(messages))
+
+
+def test_numbers_of_numpy(llm: LLM) -> None:
+    expected = llm.generate([5, 6, 7], GREEDY).token_ids
+    params = SamplingParams(temperature=np.float32(0), max_tokens=np.int64(12), ignore_eos=True)  # type: ignore[arg-type]
+    assert llm.generate([np.int64(5), 6, 7], params).token_ids == expected  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("token", [-1, 2**31])
+def test_a_number_that_can_be_no_token(llm: LLM, token: int) -> None:
+    with pytest.raises(RequestError, match="Token ids must be"):
+        llm.generate([5, token], GREEDY)
 
 
 def test_parameters_that_are_none(llm: LLM) -> None:
@@ -345,6 +360,71 @@ def test_ctrl_c_during_the_end_leaves_nothing_behind(model: Path, monkeypatch: p
         two.close()
     assert not ranks_alive()
     assert not torch.distributed.is_initialized()
+
+
+def small(model: Path) -> LLM:
+    return LLM(str(model), tp=2, page_size=4, num_pages=64, max_running_req=8)
+
+
+@pytest.mark.process
+def test_ctrl_c_at_the_last_moment_of_a_start(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is nothing yet that the caller could close."""
+
+    def interrupted(path: Path) -> dict[str, Any]:
+        signal.raise_signal(signal.SIGINT)
+        return {}
+
+    monkeypatch.setattr("minisgl.llm.llm.generation_defaults", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        small(model)
+    assert not ranks_alive()
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.process
+def test_ctrl_c_twice_ends_the_wait_for_a_rank_that_stands_still(model: Path) -> None:
+    with small(model) as two:
+        ranks_alive()[0].suspend()
+        for seconds in (0.5, 1.0):
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            two.generate("again", GREEDY)
+        assert time.monotonic() - begin < 10
+        with pytest.raises(RuntimeError, match="Rank 1 died"):
+            two.generate("again", GREEDY)
+
+
+@pytest.mark.process
+def test_ranks_outlive_the_thread_that_made_them(model: Path) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        two = pool.submit(small, model).result()
+    with two:
+        assert two.generate("again", GREEDY).completion_tokens == 12
+
+
+@pytest.mark.process
+def test_what_nobody_closes_closes_itself(model: Path) -> None:
+    two = small(model)
+    assert ranks_alive()
+    del two
+    gc.collect()
+    assert not ranks_alive()
+    with small(model) as again:
+        assert again.generate("again", GREEDY).completion_tokens == 12
+
+
+def test_asyncio_hears_of_a_ctrl_c_once() -> None:
+    heard: list[bool] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, heard.append, True)
+        with interrupts_held_back():
+            signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(0.05)
+
+    asyncio.run(main())
+    assert heard == [True]
 
 
 SLOW_RANK = """

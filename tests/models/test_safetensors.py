@@ -163,6 +163,26 @@ def test_files_of_two_checkpoints(tiny: Callable[[str], Tiny], tmp_path: Path) -
         build(path)
 
 
+def test_what_lies_beside_a_checkpoint(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    """A second copy under Mistral's name, and what an operating system leaves behind."""
+    path = rewrite(tiny("llama"), tmp_path, lambda tensors: None)
+    (path / "consolidated.safetensors").write_bytes((path / "model.safetensors").read_bytes())
+    (path / "._model.safetensors").write_bytes(b"Mac")
+    (path / "empty.safetensors").mkdir()
+    assert {tensor.path.name for tensor in safetensors_in(path)} == {"model.safetensors"}
+    (path / "model.safetensors").unlink()
+    assert {tensor.path.name for tensor in safetensors_in(path)} == {"consolidated.safetensors"}
+
+
+def test_shards_beside_another_whole_file(tiny: Callable[[str], Tiny], tmp_path: Path) -> None:
+    path = rewrite(tiny("llama"), tmp_path, lambda tensors: None)
+    shard = path / "model-00001-of-00001.safetensors"
+    shard.write_bytes((path / "model.safetensors").read_bytes())
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": shard.name}}))
+    with pytest.raises(WeightError, match=r"does not know model\.safetensors beside it"):
+        build(path)
+
+
 @pytest.mark.parametrize("weight_map", [{"a": 3}, {"a": None}, {"a": ""}, [], "x"])
 def test_an_index_of_nonsense(tiny: Callable[[str], Tiny], tmp_path: Path, weight_map: Any) -> None:
     rewrite(tiny("llama"), tmp_path, lambda tensors: None)
