@@ -32,6 +32,7 @@ from minisgl.message import (
     pack_ids,
     unpack_ids,
 )
+from minisgl.models.config import ModelConfig
 from minisgl.models.source import resolve_model
 from minisgl.scheduler import Scheduler, SchedulerConfig
 from minisgl.server.args import ServerArgs, check_options
@@ -96,6 +97,8 @@ class LLM:
     ) -> None:
         args = check_options(model=model, **options)
         path = resolve_model(args.model, args.model_source, weights=args.load_format != "dummy", progress=progress)
+        if args.tp > 1:
+            ModelConfig.from_path(path).check_ranks(args.tp)
         seed = random.getrandbits(63) if args.seed is None else args.seed
         self._ranks: FollowerRanks | None = None
         self._closed = False

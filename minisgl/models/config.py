@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from minisgl.distributed.sharding import HeadShards
+
 from .gguf_config import gguf_config
 from .gguf_file import GGUFError
 from .registry import ARCHITECTURES
@@ -52,6 +54,10 @@ class ModelConfig:
     torch_dtype: str | None
     """The dtype that the checkpoint names ("bfloat16"), None where it names none, as in GGUF files."""
     moe: MoEConfig | None = None
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ValueError where the heads cannot be cut for so many ranks."""
+        HeadShards.of(self.num_heads, self.num_kv_heads, 0, ranks)
 
     @property
     def max_context(self) -> int:

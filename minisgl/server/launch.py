@@ -239,16 +239,23 @@ def url(sock: socket.socket) -> str:
 
 
 def find_model(args: ServerArgs, display: StartupProgress) -> Path:
-    """The local path of --model. Raises :class:`StartError` when it cannot be had."""
+    """The local path of --model. Raises :class:`StartError` when it cannot be had, or cut for --tp ranks."""
     try:
-        return resolve_model(
+        path = resolve_model(
             args.model,
             args.model_source,
             weights=args.load_format != "dummy",
             progress=lambda what, fraction: display.update("model", Stage(what, fraction)),
         )
+        if args.tp > 1:
+            from minisgl.models.config import ModelConfig  # loads numpy, which a single rank's launcher does without
+
+            ModelConfig.from_path(path).check_ranks(args.tp)
+        return path
     except ModelNotAvailable as error:
         raise StartError(str(error), code=2) from None
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 def say(line: str) -> None:

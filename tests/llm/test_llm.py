@@ -403,6 +403,13 @@ def test_ranks_outlive_the_thread_that_made_them(model: Path) -> None:
         assert two.generate("again", GREEDY).completion_tokens == 12
 
 
+def test_too_many_ranks_are_refused_before_any_starts(model: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match="cannot be cut for 64 ranks"):
+        LLM(str(model), tp=64)
+    assert time.monotonic() - begin < 1
+
+
 @pytest.mark.process
 def test_what_nobody_closes_closes_itself(model: Path) -> None:
     two = small(model)

@@ -63,6 +63,8 @@ def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save(str(path / "tokenizer.json"))
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant: "
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 256}))
+    sizes = {"vocab_size": 256, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 4096}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    (path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]} | sizes | heads))
     (path / "generation_config.json").write_text(json.dumps({"temperature": 0.5}))
     return path
