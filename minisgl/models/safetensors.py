@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .source import SECOND_COPY
 from .weights import WeightError
 
 INDEX = "model.safetensors.index.json"
@@ -110,8 +111,7 @@ def _shards(directory: Path) -> list[Path]:
             raise WeightError(f"{index} does not know {whole.name} beside it; keep the files of one checkpoint there.")
         return paths
     paths = [path for path in sorted(directory.glob("[!.]*.safetensors")) if path.is_file()]
-    # Repositories of Mistral carry the same weights a second time under this name.
-    paths = [path for path in paths if not path.name.startswith("consolidated")] or paths
+    paths = [path for path in paths if not path.name.startswith(SECOND_COPY)] or paths
     if not paths:
         raise WeightError(
             f"There are no weights in {directory}; supported are *.safetensors and .gguf files "

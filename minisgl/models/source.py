@@ -29,7 +29,7 @@ _FILE_ID = re.compile(r"([\w.-]+/[\w.-]+)/(.+\.gguf)")
 _TOKENIZER_FILES = ("tokenizer.model", "vocab.txt", "merges.txt")
 _CONFIG_PATTERNS = ("*.json", "*.jinja", "*.tiktoken", *_TOKENIZER_FILES)
 # Repositories of Mistral carry the same weights a second time under this name.
-_SECOND_COPY = "consolidated"
+SECOND_COPY = "consolidated"
 
 
 def resolve_model(
@@ -108,7 +108,7 @@ def _wanted(file: str, weights: bool) -> bool:
     if folder:
         return folder == "additional_chat_templates"
     if base.endswith(".safetensors"):
-        return weights and not base.startswith(_SECOND_COPY)
+        return weights and not base.startswith(SECOND_COPY)
     return base.endswith((".json", ".jinja", ".tiktoken")) or base in _TOKENIZER_FILES
 
 
@@ -198,7 +198,7 @@ def _modelscope(name: str, weights: bool, progress: Progress) -> Path:
             return path
     try:
         progress(f"fetching {name} from ModelScope", None)
-        path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[_SECOND_COPY + "*"]))
+        path = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=[SECOND_COPY + "*"]))
     except Exception as error:
         raise ModelNotAvailable(
             f"{name} is neither a local path nor in the local cache, and ModelScope did not deliver it "
