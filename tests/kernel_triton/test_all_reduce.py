@@ -37,7 +37,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("shape", [(1, 5120), (3, 1000), (40, 5120), (1, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 5120), (3, 1000), (14, 5120), (1, 2)], ids=str)
 def test_sums_in_rank_order(world_size: int, shape: tuple[int, int], device: torch.device, on_gpu: bool) -> None:
     ranks = Ranks(world_size, device)
     for turn, dtype in enumerate(2 * dtypes(on_gpu), 1):
